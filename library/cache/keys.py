@@ -131,11 +131,12 @@ def compute_latent_key(
     encoder_fingerprint: str,
     controls: Sequence[BucketAssignment] = (),
 ) -> bytes:
-    """Hash one crop of an image with its mask and control images, given the assignments of these.
+    """Hash one crop of an image, or window of a clip, with its mask and control images, given the assignments of these.
 
     The fingerprint stands for the VAE and ``--cache_precision``.
     """
     mask = () if sample.mask is None else ("alpha" if sample.mask.is_alpha else "mask", sample.mask.content_hash)
+    window = () if sample.window is None else sample.window.list_facts()
     return _hash_facts(
         "latents",
         LATENT_KEY_VERSION,
@@ -148,6 +149,7 @@ def compute_latent_key(
         encoder_fingerprint,
         *mask,
         *list_control_facts(sample, controls),
+        *window,
     )
 
 

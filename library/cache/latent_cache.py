@@ -18,6 +18,7 @@ from torch import Tensor
 from ..dataloader.augment import Augmenter
 from ..dataloader.batch import normalize_pixels
 from ..dataloader.images import BadSample, load_control_pixels, load_sample_pixels
+from ..dataloader.loader import move_channels_first
 from ..dataloader.prepare import PreparedData
 from ..dataloader.worker_pool import prefetch_in_threads
 from ..dataset.image_decoding import Pixels
@@ -51,11 +52,12 @@ class LatentEncoder:
     failures: dict[int, Problem] = field(default_factory=dict)
 
     def make_batches(self, indices: Sequence[int]) -> list[list[int]]:
-        """Group entries of one resolution to batches of ``--vae_batch_size``."""
-        by_size: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        """Group entries of one resolution and number of frames to batches of ``--vae_batch_size``."""
+        by_size: defaultdict[tuple[tuple[int, int], int], list[int]] = defaultdict(list)
         for index in indices:
             sample_index = int(self.latent_keys.sample_indices[index])
-            by_size[self.augmenter.assignments[sample_index].bucket_resolution].append(index)
+            num_frames = self.augmenter.manifest.samples[sample_index].num_frames
+            by_size[self.augmenter.assignments[sample_index].bucket_resolution, num_frames].append(index)
         batch_size = self.encoders.cache.vae_batch_size
         return [batch for size in sorted(by_size) for batch in split_into_batches(by_size[size], batch_size)]
 
@@ -107,7 +109,7 @@ class LatentEncoder:
         return controls if isinstance(controls, BadSample) else (*loaded, controls)
 
     def _encode_images(self, pipe: Any, images: Mapping[int, LoadedEntry]) -> list[EncodedEntry]:
-        pixels = torch.from_numpy(np.stack([image.transpose(2, 0, 1) for image, _, _ in images.values()]))
+        pixels = torch.from_numpy(np.stack([move_channels_first(image) for image, _, _ in images.values()]))
         moments = self._encode_moments(pipe, pixels)
         finite = moments.isfinite().flatten(1).all(1).tolist()
         dtype = CACHE_DTYPES[self.encoders.cache.cache_precision]
@@ -133,7 +135,7 @@ class LatentEncoder:
 
     def _encode_control(self, pipe: Any, control: Pixels, name: str) -> Tensor | None:
         """Encode one control image, of which only the mean is used; None if the VAE fails."""
-        pixels = torch.from_numpy(np.ascontiguousarray(control.transpose(2, 0, 1)))
+        pixels = torch.from_numpy(np.ascontiguousarray(move_channels_first(control)))
         moments = self._encode_moments(pipe, pixels[None])[0]
         if not bool(moments.isfinite().all()):
             reencoded = self._reencode_in_float32(pipe, pixels, name)
@@ -202,10 +204,10 @@ def build_latent_cache(
 
 
 def count_encoded_pixels(augmenter: Augmenter, sample_index: int) -> int:
-    """Pixels of an image and its control images, of which half as much is stored."""
+    """Count the pixels of an image and its control images, of which half as much is stored, in all frames."""
     own, *controls = (augmenter.assignments[sample_index], *augmenter.assign_controls(sample_index))
     areas = [each.bucket_resolution[0] * each.bucket_resolution[1] for each in (own, *controls)]
-    return 2 * areas[0] + sum(areas[1:])
+    return (2 * areas[0] + sum(areas[1:])) * augmenter.manifest.samples[sample_index].num_frames
 
 
 def compute_vae_fingerprint(encoders: FrozenEncoders, cache_dir: Path) -> str:

@@ -29,8 +29,8 @@ from .keys import EncodedText, LatentKeys, compute_text_key, stack_keys
 from .store import CacheStore
 
 MOMENTS_TENSOR, MASK_TENSOR, CONTROL_TENSOR = "moments", "mask", "control_{}"
-"""Tensors of a latent entry: (2, C, H, W); for an image with a mask (1, H, W) in 0..1 at latent resolution; the mean
-of each control image (C, H, W)."""
+"""Tensors of a latent entry: (2, C, H, W), or (2, C, F, H, W) of models of videos; for an image with a mask (1, H, W)
+in 0..1 at latent resolution; the mean of each control image (C, H, W) or clip (C, F, H, W)."""
 
 PREFETCH_STEPS = 2
 _VARIABLE_LENGTH_SUFFIX = "*"

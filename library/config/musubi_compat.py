@@ -28,10 +28,10 @@ PROGRAM = "musubi-tuner"
 KONTEXT_MODULE, KONTEXT_VERSION = "networks.lora_flux", "kontext"
 """FLUX.1 Kontext, the one model of musubi-tuner whose module sd-scripts has for another model."""
 
-_VIDEO, _MISSING = "a video model, and only models of images are supported", "which is not supported"
+_VIDEO, _MISSING = "a video model that is not supported yet", "which is not supported"
 MISSING_MODELS = {
     "networks.lora": f"HunyuanVideo, {_VIDEO}",
-    "networks.lora_wan": f"Wan, {_VIDEO}",
+    "networks.lora_wan": "Wan, which is trained from folders in diffusers' format only so far",
     "networks.lora_framepack": f"FramePack, {_VIDEO}",
     "networks.lora_hv_1_5": f"HunyuanVideo 1.5, {_VIDEO}",
     "networks.lora_kandinsky": f"Kandinsky 5, {_VIDEO}",

@@ -24,15 +24,15 @@ Cond = dict[str, Tensor | list[Tensor]]
 class Moments:
     """The distribution of latents that the VAE returns: mean and standard deviation."""
 
-    mean_and_std: Tensor  # (B, 2, C, H, W), in the model's latent space
+    mean_and_std: Tensor  # (B, 2, C, H, W), in the model's latent space; of models of videos (B, 2, C, F, H, W)
 
     @classmethod
     def from_mean_and_std(cls, mean: Tensor, std: Tensor) -> "Moments":
-        """Stack two tensors (B, C, H, W)."""
+        """Stack two tensors (B, C, H, W), or (B, C, F, H, W)."""
         return cls(torch.stack([mean, std], dim=1))
 
     def sample(self, generators: Sequence[torch.Generator]) -> Tensor:
-        """Draw latents (B, C, H, W); each sample has its own generator, so that it does not depend on its neighbors."""
+        """Draw latents like the mean; each sample has its own generator, and does not depend on its neighbors."""
         mean, std = self.mean_and_std.float().unbind(1)
         noise = [torch.randn(mean.shape[1:], generator=each, device=each.device) for each in generators]
         return mean + std * copy_async(torch.stack(noise), mean)
@@ -40,13 +40,13 @@ class Moments:
 
 @dataclass(frozen=True)
 class PixelBatch:
-    """Images of one bucket from the loader, before the VAE and the text encoders.
+    """Images or windows of clips of one bucket from the loader, before the VAE and the text encoders.
 
     Pixels and masks are uint8 until they are on the device, a quarter of the size of float32.  From a cache come
     ``moments`` instead of ``pixels``, ``latent_mask`` instead of ``mask``, and ``cond`` next to the captions.
     """
 
-    pixels: Tensor | None  # (B, 3, height, width), 0..255
+    pixels: Tensor | None  # (B, 3, height, width), 0..255; with several frames (B, 3, frames, height, width)
     captions: tuple[str, ...]
     size_conditioning: Tensor  # (B, 6): original height, width; crop top, left; target height, width; in pixels
     loss_weights: Tensor  # (B,): weight of each sample's loss; 0 for padding
@@ -57,8 +57,8 @@ class PixelBatch:
     moments: Moments | None = None
     latent_mask: Tensor | None = None  # (B, 1, H, W), 0..1: the cached mask at latent resolution
     cond: Cond | None = None
-    control_pixels: tuple[Tensor, ...] = ()  # one tensor for each control image (B, 3, height, width), 0..255
-    control_latents: tuple[Tensor, ...] = ()  # cached ones, instead: (B, C, H, W)
+    control_pixels: tuple[Tensor, ...] = ()  # one tensor for each control image, as ``pixels``
+    control_latents: tuple[Tensor, ...] = ()  # cached ones, instead: (B, C, H, W), or (B, C, F, H, W)
     control_keys: tuple[str, ...] = ()  # a text for each sample that identifies its control images
 
     def __len__(self) -> int:
@@ -76,28 +76,48 @@ class PixelBatch:
         """Split into batches of at most ``batch_size`` samples."""
         return [self._slice(slice(first, first + batch_size)) for first in range(0, len(self), batch_size)]
 
+    @property
+    def frame_shape(self) -> tuple[int, ...]:
+        """The number of frames of pixels or of latents as a shape, which is empty where they have no such axis."""
+        if self.moments is not None:
+            return tuple(self.moments.mean_and_std.shape[3:-2])
+        return () if self.pixels is None else tuple(self.pixels.shape[2:-2])
+
     def build_dummy_batch(
-        self, image_size: tuple[int, int], batch_size: int, control_sizes: Sequence[tuple[int, int]] = ()
+        self,
+        image_size: tuple[int, int],
+        batch_size: int,
+        control_sizes: Sequence[tuple[int, int]] = (),
+        num_frames: int = 1,
+        frame_stride: int = 1,
     ) -> "PixelBatch":
-        """Build a batch of black images of this (width, height), without masks, with these captions repeated."""
+        """Build a batch of black images of this (width, height), without masks, with these captions repeated.
+
+        With ``num_frames``, they are clips, of which the model has a latent frame for each ``frame_stride`` frames
+        after the first.
+        """
         width, height = image_size
         rows = [number % len(self) for number in range(batch_size)]
         size_conditioning = self.size_conditioning[rows]
         old_sides = size_conditioning[0, 4:].int().tolist()
         size_conditioning[:, 4:] = size_conditioning.new_tensor([height, width])
-        pixels = None if self.pixels is None else self.pixels.new_zeros(batch_size, 3, height, width)
+        frames = (num_frames,) if num_frames > 1 else ()
+        if self.moments is not None:
+            frames = ((num_frames - 1) // frame_stride + 1,) if self.frame_shape else ()
+        pixels = None if self.pixels is None else self.pixels.new_zeros(batch_size, 3, *frames, height, width)
         moments = None
         if self.moments is not None:
             latents = self.moments.mean_and_std
             sides = zip(latents.shape[-2:], (height, width), old_sides, strict=True)
             shape = [side * new // old for side, new, old in sides]
-            moments = Moments(latents.new_zeros(batch_size, *latents.shape[1:3], *shape))
+            moments = Moments(latents.new_zeros(batch_size, *latents.shape[1:3], *frames, *shape))
         black = self.pixels if self.moments is None else self.moments.mean_and_std[:, 0]
         if black is None:
             raise AssertionError("a batch has pixels or moments")
         factor = 1 if self.moments is None else old_sides[0] // black.shape[-2]
         controls = tuple(
-            black.new_zeros(batch_size, black.shape[1], high // factor, wide // factor) for wide, high in control_sizes
+            black.new_zeros(batch_size, black.shape[1], *frames, high // factor, wide // factor)
+            for wide, high in control_sizes
         )
         cond = None if self.cond is None else {name: _select_rows(value, rows) for name, value in self.cond.items()}
         return PixelBatch(
@@ -114,7 +134,7 @@ class PixelBatch:
         )
 
     def crop_first_image(self, max_size: int) -> "PixelBatch":
-        """The first image, without its mask and at most ``max_size`` wide and high."""
+        """The first image, or first frame, without its mask and at most ``max_size`` wide and high."""
         height, width = self.size_conditioning[0, 4:].int().tolist()
         factor = 1 if self.moments is None else height // self.moments.mean_and_std.shape[-2]
         controls = self.control_pixels or self.control_latents
@@ -170,7 +190,13 @@ def _resize_text(text: Tensor, length: TextLength) -> Tensor:
 
 
 def _copy_corner(images: Tensor, target: Tensor) -> None:
-    target.copy_(images[: len(target), ..., : target.shape[-2], : target.shape[-1]])
+    """Copy the corner of the first images, and of clips the first frame, which ``target`` may have without an axis."""
+    corner = images[: len(target), ..., : target.shape[-2], : target.shape[-1]]
+    if corner.ndim > target.ndim:
+        corner = corner[..., 0, :, :]
+    elif corner.shape[-3] != target.shape[-3]:
+        corner = corner[..., : target.shape[-3], :, :]
+    target.copy_(corner)
 
 
 def _select_rows(value: Tensor | list[Tensor], rows: Sequence[int]) -> Tensor | list[Tensor]:
@@ -210,15 +236,15 @@ def map_cond_tensors(cond: Cond, fn: Callable[[Tensor], Tensor]) -> Cond:
 class Batch:
     """The input of the denoiser; fields without a comment are those of ``PixelBatch``."""
 
-    latents: Tensor  # (B, C, H, W), in the model's latent space
+    latents: Tensor  # (B, C, H, W), in the model's latent space; of models of videos (B, C, F, H, W)
     cond: Cond
     size_conditioning: Tensor
     loss_weights: Tensor
     global_positions: tuple[int, ...]
     sample_keys: tuple[str, ...]
-    mask: Tensor | None = None  # (B, 1, H, W), 0..1: weight of the loss
+    mask: Tensor | None = None  # (B, 1, H, W), 0..1: weight of the loss, of all frames
     text_pad_multiple: int = 1  # texts of varying length are padded to a multiple of this, and masked
-    control_latents: tuple[Tensor, ...] = ()  # one tensor for each control image (B, C, H, W), without noise
+    control_latents: tuple[Tensor, ...] = ()  # one tensor for each control image, as ``latents``, without noise
     resolution_sides: tuple[int, ...] = ()  # sides in pixels of squares with the areas of the datasets' resolutions
     build_draws: Callable[[str], list[random.Random]] | None = None
     """Build a generator for each sample by what is drawn; None where nothing may be random, as in validation."""

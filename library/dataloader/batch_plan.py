@@ -26,9 +26,15 @@ from ..randomness import Purpose
 from .repeats import IndexArray, build_bucket_repeats, draw_permutation, draw_random_keys, shuffle_with_repeats
 
 
+def format_bucket_size(resolution: tuple[int, int], num_frames: int = 1) -> str:
+    """Format the size of a bucket: ``512x288``, of clips with their frames ``512x288x81``."""
+    return f"{resolution[0]}x{resolution[1]}" + (f"x{num_frames}" if num_frames > 1 else "")
+
+
 @dataclass(frozen=True)
 class Bucket:
-    """The samples of one dataset trained at one resolution; repeats of 2.5 alternate between 2 and 3 over epochs."""
+    """The samples of one dataset trained at one resolution and number of frames; repeats of 2.5 alternate between 2
+    and 3 over epochs."""
 
     resolution: tuple[int, int]
     sample_indices: Sequence[int]
@@ -36,6 +42,11 @@ class Bucket:
     batch_size: int
     dataset_index_in_file: int = 0
     control_resolutions: tuple[tuple[int, int], ...] = ()  # the resolutions of the control images of each sample
+    num_frames: int = 1  # of each sample; 1 for images
+
+    def format_size(self) -> str:
+        """Format width, height and, of clips, frames."""
+        return format_bucket_size(self.resolution, self.num_frames)
 
 
 @dataclass(frozen=True)

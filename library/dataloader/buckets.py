@@ -200,6 +200,16 @@ def assign_controls(
     return tuple(assigned)
 
 
+BucketKey = tuple[int, tuple[int, int], int, tuple[tuple[int, int], ...]]
+"""What the samples of a bucket have in common: dataset, resolution, frames, and the resolutions of control images."""
+
+
+def build_bucket_key(sample: Sample, assignment: BucketAssignment, dataset: DatasetConfig) -> BucketKey:
+    """Build what a sample has in common with the others of its bucket."""
+    controls = tuple(each.bucket_resolution for each in assign_controls(sample, assignment, dataset))
+    return sample.dataset_index, assignment.bucket_resolution, sample.num_frames, controls
+
+
 def _assign_musubi_control(
     size: tuple[int, int], bucket_resolution: tuple[int, int], dataset: DatasetConfig
 ) -> BucketAssignment:
@@ -215,6 +225,8 @@ def list_control_facts(sample: Sample, assignments: Sequence[BucketAssignment]) 
     """List all that decides the pixels of the control images of a sample besides flip and filter."""
     for control, own in zip(sample.controls, assignments, strict=True):
         yield from ("control", control.content_hash, *own.resized_size, *own.crop_left_top, *own.bucket_resolution)
+        if control.clip is not None:
+            yield control.clip.conversion.describe()
         if control.made:
             yield control.made
 

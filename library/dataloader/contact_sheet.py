@@ -10,12 +10,19 @@ import numpy as np
 
 from ..atomic_files import open_atomic_path
 from ..dataset.image_decoding import Pixels
-from ..dataset.masks import MaskPixels, load_image_and_mask
+from ..dataset.masks import MaskPixels
 from ..errors import UserError
 from ..problems import Problem, report_file
 from .buckets import BucketAssignment
 from .contact_sheet_text import TEXT_COLOR, TextRenderer
-from .images import BadSample, CropParams, load_control_pixels, resize_and_crop, resize_and_crop_mask
+from .images import (
+    BadSample,
+    CropParams,
+    load_control_pixels,
+    load_first_frame,
+    resize_and_crop,
+    resize_and_crop_mask,
+)
 from .manifest import Manifest
 from .summary import BucketSummary
 
@@ -151,6 +158,7 @@ def _draw_cell(
     if cell.is_first:
         renderer.draw_line((x, y), width)
         name = f"{summary.resolution[0]} x {summary.resolution[1]}"
+        name += f", {summary.num_frames} frames" if summary.num_frames > 1 else ""
         renderer.draw_text((x, y + 4), name, width, 20)
         start = renderer.measure_text(name, 20) + 8
         if start < width and (text := _format_dataset_and_stage(summary, manifest)):
@@ -164,6 +172,7 @@ def _draw_cell(
     left = x + cell.thumbnail_size[0] + CONTROL_GAP
     controls = _load_controls_as_trained(manifest, assignment, cell.sample_index)
     for pixels, size in zip(controls, cell.control_sizes, strict=True):
+        pixels = pixels if pixels.ndim == 3 else pixels[0]
         sheet.paste(_make_thumbnail(pixels, size), (left, y + HEADING_HEIGHT))
         left += size[0] + CONTROL_GAP
     lines = _format_labels(manifest, assignment, cell.sample_index, masked)
@@ -199,6 +208,8 @@ def _format_labels(
     if sample.controls:
         label += f", right: {len(sample.controls)} control image{'s' * (len(sample.controls) > 1)}"
     label += ", regularization" if sample.is_reg else ""
+    if sample.window is not None:
+        label = f"frames {sample.window.start} to {sample.window.last}, {label}"
     return [sample.image.name, label, sample.caption.replace("\n", " | ") or "(no caption)"]
 
 
@@ -206,7 +217,7 @@ def _load_as_trained(manifest: Manifest, assignment: BucketAssignment, sample_in
     """Load the image resized, cropped and with its mask drawn over it; also return the masked fraction."""
     sample = manifest.samples[sample_index]
     subset = manifest.datasets[sample.dataset_index].subsets[sample.subset_index]
-    image, values = load_image_and_mask(sample.image, sample.mask)
+    image, values = load_first_frame(sample)
     pixels = resize_and_crop(image, assignment, assignment.crop_left_top, subset.resize_interpolation)
     if sample.mask is None or values is None:
         return pixels, 0.0

@@ -104,11 +104,12 @@ def _build_dataset_entry(config: DatasetConfig, rows: SampleRows) -> dict[str, A
 
 
 def _build_bucket_info(rows: SampleRows) -> dict[str, Any]:
-    counts: Counter[tuple[int, int]] = Counter()
+    counts: Counter[tuple[int, ...]] = Counter()  # by width, height and, of clips, frames
     errors = []
     for sample, assignment in rows:
         width, height = assignment.bucket_resolution
-        counts[width, height] += round(sample.repeats)
+        size = (width, height, sample.num_frames) if sample.num_frames > 1 else (width, height)
+        counts[size] += round(sample.repeats)
         errors.append(abs(width / height - sample.size[0] / sample.size[1]))
     buckets = {
         str(number): {"resolution": list(size), "count": count}

@@ -1,15 +1,20 @@
-"""Load, resize, crop and flip an image together with its mask, as sd-scripts resizes.
+"""Load, resize, crop and flip an image, or the frames of a clip, together with its mask, as sd-scripts resizes.
 
-Files are decoded, in their EXIF orientation and transparent ones on white, by ``dataset.image_inspection``.
+Files are decoded, in their EXIF orientation and transparent ones on white, by ``dataset.image_decoding``, and clips by
+``dataset.clip_decoding``, frame by frame, so that only frames of the size of the bucket are in memory.
 """
 
 import random
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..dataset.clip_decoding import ClipError, read_clip_frames
+from ..dataset.controls import ControlImage
+from ..dataset.frame_windows import FrameWindow
 from ..dataset.image_decoding import Pixels, load_rgb_image
 from ..dataset.masks import (
     Mask,
@@ -53,7 +58,12 @@ class CropParams:
 def load_sample_pixels(
     sample: Sample, assignment: BucketAssignment, crop_params: CropParams, color_rng: random.Random | None = None
 ) -> tuple[Pixels, MaskPixels | None] | BadSample:
-    """Load the pixels of the bucket and of the mask; ``color_rng`` enables ``color_aug``."""
+    """Load the pixels of the bucket and of the mask; ``color_rng`` enables ``color_aug``.
+
+    Those of a clip with several frames are (frames, height, width, 3), and its mask is that of all of them.
+    """
+    if sample.window is not None:
+        return _load_clip(sample, sample.window, assignment, crop_params)
     try:
         image, values = load_image_and_mask(verify_remote_image(sample.image, sample.content_hash), sample.mask)
         mask = None
@@ -72,6 +82,53 @@ def load_sample_pixels(
     return np.ascontiguousarray(pixels[:, ::-1] if crop_params.is_flipped else pixels), mask
 
 
+def _load_clip(
+    sample: Sample, window: FrameWindow, assignment: BucketAssignment, crop_params: CropParams
+) -> tuple[Pixels, MaskPixels | None] | BadSample:
+    try:
+        frames = read_clip_frames(sample.image, window.clip, window.start, window.length)
+        pixels = _resize_frames(frames, window.length, sample.size, assignment, crop_params)
+        mask = None
+        if sample.mask is not None:
+            left_top, is_flipped = crop_params.left_top, crop_params.is_flipped
+            mask = load_resized_mask(sample.mask, assignment, left_top, is_flipped=is_flipped)
+    except Exception as error:  # decoders raise almost anything on damaged data
+        return BadSample(str(sample.image), f"was readable at the start of the run, cannot be read now: {error}")
+    return pixels, mask
+
+
+def _resize_frames(
+    frames: "Iterator[Image]",
+    length: int,
+    size: tuple[int, int],
+    assignment: BucketAssignment,
+    crop_params: CropParams,
+) -> Pixels:
+    """Resize, crop and flip all frames alike; one frame alone is an image."""
+    width, height = assignment.bucket_resolution
+    pixels = np.empty((length, height, width, 3), np.uint8)
+    previous, number = None, 0
+    for number, frame in enumerate(frames):
+        if frame.size != size:
+            raise ClipError(f"frame {number} is {frame.size}, the first frame of the file is {size}")
+        if frame is previous:  # a clip of a lower rate shows it again
+            pixels[number] = pixels[number - 1]
+            continue
+        resized = resize_and_crop(frame, assignment, crop_params.left_top, crop_params.interpolation)
+        pixels[number], previous = (resized[:, ::-1] if crop_params.is_flipped else resized), frame
+    if number + 1 < length:
+        raise ClipError(f"ends after {number + 1} of {length} frames")
+    return pixels[0] if length == 1 else pixels
+
+
+def load_first_frame(sample: Sample) -> "tuple[Image, MaskPixels | None]":
+    """Load an image, or the first frame of a window, and its mask, in the size of the file."""
+    if sample.window is None:
+        return load_image_and_mask(sample.image, sample.mask)
+    frame = next(read_clip_frames(sample.image, sample.window.clip, sample.window.start, 1))
+    return frame, None if sample.mask is None else load_red_channel(sample.mask.image)
+
+
 def load_control_pixels(
     sample: Sample,
     assignment: BucketAssignment,
@@ -87,6 +144,13 @@ def load_control_pixels(
     found = []
     for control, own in zip(sample.controls, assign_controls(sample, assignment, dataset), strict=True):
         name = f"its control image {control.image}"
+        if control.clip is not None and sample.window is not None:
+            crop = crop_params if own == assignment else replace(crop_params, left_top=own.crop_left_top)
+            loaded = _load_control_clip(sample, sample.window, control, own, crop)
+            if isinstance(loaded, BadSample):
+                return loaded
+            found.append(loaded)
+            continue
         try:
             image = load_rgb_image(verify_remote_image(control.image, control.content_hash))
         except RemoteOutage as error:  # no fault of the image
@@ -102,6 +166,19 @@ def load_control_pixels(
             pixels = make_condition(control.made, pixels, rng)
         found.append(np.ascontiguousarray(pixels[:, ::-1] if crop_params.is_flipped else pixels))
     return tuple(found)
+
+
+def _load_control_clip(
+    sample: Sample, window: FrameWindow, control: ControlImage, own: BucketAssignment, crop_params: CropParams
+) -> Pixels | BadSample:
+    """Load the frames of a control clip that belong to a window; past its end, its last frame."""
+    if control.clip is None:
+        raise AssertionError("the control is a clip")
+    try:
+        frames = read_clip_frames(control.image, control.clip, window.start, window.length)
+        return _resize_frames(frames, window.length, control.size, own, crop_params)
+    except Exception as error:  # decoders raise almost anything on damaged data
+        return BadSample(str(sample.image), f"its control clip {control.image} cannot be read now: {error}")
 
 
 def load_preview_controls(prompt: "Prompt") -> "list[Image]":

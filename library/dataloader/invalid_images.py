@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..atomic_files import write_atomic
+from ..dataset.clip_inspection import CLIP_TRAIT_DESCRIPTIONS
 from ..dataset.image_inspection import TRAIT_DESCRIPTIONS, InspectedImage
 from ..dataset.image_ref import ImageRef
 from ..dataset.schema import DatasetConfig
@@ -15,7 +16,7 @@ from ..problems import Problem
 from .buckets import BucketAssignment
 
 if TYPE_CHECKING:
-    from .manifest import Sample
+    from .manifest import ClipSummary, Sample
 
 
 MAX_LISTED_PROBLEMS = 100
@@ -94,6 +95,9 @@ UPSCALE_WARNING_FACTOR = 2.0
 CROP_WARNING_FRACTION = 1 / 3
 """The fraction of an image from which cropping is reported."""
 
+SLOW_CLIP_FRACTION = 0.95
+"""The fraction of the model's frames per second below which a clip is reported."""
+
 UNSUPPORTED_EXTENSIONS = (
     *(".heic", ".heif", ".tif", ".tiff", ".gif", ".jfif", ".jpe", ".jp2", ".psd", ".svg", ".tga", ".ico", ".exr"),
     *(".raw", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf"),
@@ -108,6 +112,13 @@ def collect_notices(
     inspected: Mapping[ImageRef, InspectedImage],
 ) -> list[DataNotice]:
     """Collect notices about the images, a line each."""
+    seen = set[tuple[int, int, ImageRef]]()
+    pairs = [
+        (sample, assignment)
+        for sample, assignment in zip(samples, assignments, strict=True)
+        if sample.window is None or _is_new((sample.dataset_index, sample.subset_index, sample.image), seen)
+    ]
+    samples, assignments = [sample for sample, _ in pairs], [assignment for _, assignment in pairs]
     return [
         *_find_unsupported_files(samples),
         *_find_shared_caption_files(datasets, samples),
@@ -116,6 +127,62 @@ def collect_notices(
         *_find_upscaled_images(samples, assignments),
         *_find_heavily_cropped_images(datasets, samples, assignments),
     ]
+
+
+def _is_new(key: tuple[int, int, ImageRef], seen: set[tuple[int, int, ImageRef]]) -> bool:
+    """Whether the key comes for the first time, as that of the first window of a clip."""
+    is_new = key not in seen
+    seen.add(key)
+    return is_new
+
+
+def collect_clip_notices(datasets: Sequence[DatasetConfig], clips: "Sequence[ClipSummary]") -> list[DataNotice]:
+    """Collect notices about clips without a window, and about rates below that of the model."""
+    return [*_find_clips_without_windows(datasets, clips), *_find_slow_clips(clips)]
+
+
+def _find_clips_without_windows(
+    datasets: Sequence[DatasetConfig], clips: "Sequence[ClipSummary]"
+) -> Iterator[DataNotice]:
+    """Find clips that are shorter than every window."""
+    for number in range(len(datasets)):
+        names = [
+            f"{clip.image.key} ({_format_frames(clip)}; the shortest window has"
+            f" {min(datasets[number].subsets[clip.subset_index].target_frames, default=1)})"
+            for clip in clips
+            if clip.dataset_index == number and not clip.windows
+        ]
+        fix = "set a shorter target_frames, or frame_extraction = 'full'"
+        yield from _build_notice(
+            names, f"dataset {number + 1}: {{}} too short for any window, and not trained; {fix}", "clip"
+        )
+
+
+def _format_frames(clip: "ClipSummary") -> str:
+    count = f"{clip.frames.num_frames} frame{'s' * (clip.frames.num_frames != 1)}"
+    if clip.num_frames != clip.frames.num_frames:
+        return f"{count}, of which {clip.num_frames} at the model's rate"
+    return count
+
+
+def _find_slow_clips(clips: "Sequence[ClipSummary]") -> Iterator[DataNotice]:
+    """Find clips with fewer frames per second than the model."""
+    by_rate: defaultdict[tuple[float, bool], list[str]] = defaultdict(list)
+    for clip in clips:
+        frames = clip.frames
+        target = frames.conversion.target_fps
+        rate = frames.conversion.source_fps or float(frames.rate or 0) or _compute_mean_rate(clip)
+        if target is not None and rate and rate < target * SLOW_CLIP_FRACTION:
+            by_rate[target, frames.is_timed].append(f"{clip.image.key} ({rate:.4g})")
+    for (target, is_timed), names in by_rate.items():
+        effect = "frames are shown again" if is_timed else "all frames are used, so that motion is faster"
+        yield from _build_notice(
+            names, f"{{}} with fewer frames per second than the model's {target:g}: {effect}", "clip"
+        )
+
+
+def _compute_mean_rate(clip: "ClipSummary") -> float:
+    return float(clip.frames.num_frames / clip.frames.duration) if clip.frames.duration else 0.0
 
 
 def _find_unsupported_files(samples: "Sequence[Sample]") -> Iterator[DataNotice]:
@@ -153,8 +220,16 @@ def _find_duplicate_images(datasets: Sequence[DatasetConfig], samples: "Sequence
         for sample in samples:
             if sample.dataset_index == number:
                 by_content[sample.content_hash].append(sample)
-        twins = [f"{sample.key} = {group[0].key}" for group in by_content.values() for sample in group[1:]]
+        twins = [
+            f"{_format_name(sample)} = {_format_name(group[0])}"
+            for group in by_content.values()
+            for sample in group[1:]
+        ]
         yield from _build_notice(twins, f"dataset {number + 1}: {{}} identical to another image", "image")
+
+
+def _format_name(sample: "Sample") -> str:
+    return sample.key if sample.window is None else sample.image.key
 
 
 def _find_unusual_images(
@@ -165,9 +240,10 @@ def _find_unusual_images(
     for sample in samples:
         for trait in inspected[sample.image].traits:
             if trait != "transparent" or not datasets[sample.dataset_index].subsets[sample.subset_index].alpha_mask:
-                by_trait[trait][sample.image] = sample.key
-    for trait, what in TRAIT_DESCRIPTIONS.items():
-        yield from _build_notice(list(by_trait[trait].values()), f"{{}} {what}", "image")
+                by_trait[trait][sample.image] = sample.key if sample.window is None else sample.image.key
+    for noun, descriptions in (("image", TRAIT_DESCRIPTIONS), ("clip", CLIP_TRAIT_DESCRIPTIONS)):
+        for trait, what in descriptions.items():
+            yield from _build_notice(list(by_trait[trait].values()), f"{{}} {what}", noun)
 
 
 def _find_upscaled_images(samples: "Sequence[Sample]", assignments: Sequence[BucketAssignment]) -> Iterator[DataNotice]:
@@ -176,7 +252,9 @@ def _find_upscaled_images(samples: "Sequence[Sample]", assignments: Sequence[Buc
         for sample, placement in zip(samples, assignments, strict=True)
     )
     small = sorted((item for item in factors if item[0] >= UPSCALE_WARNING_FACTOR), key=lambda item: -item[0])
-    names = [f"{sample.key} ({sample.size[0]}x{sample.size[1]}, {factor:.3g} times)" for factor, sample in small]
+    names = [
+        f"{_format_name(sample)} ({sample.size[0]}x{sample.size[1]}, {factor:.3g} times)" for factor, sample in small
+    ]
     yield from _build_notice(
         names, f"{{}} upscaled {UPSCALE_WARNING_FACTOR:g} times or more, and blurred by that", "small image"
     )
@@ -193,7 +271,7 @@ def _find_heavily_cropped_images(
             if sample.dataset_index == number
         )
         narrow = sorted((item for item in losses if item[0] >= CROP_WARNING_FRACTION), key=lambda item: -item[0])
-        names = [f"{sample.key} ({sample.size[0]}x{sample.size[1]}, {loss:.0%})" for loss, sample in narrow]
+        names = [f"{_format_name(sample)} ({sample.size[0]}x{sample.size[1]}, {loss:.0%})" for loss, sample in narrow]
         fix = "crop them yourself" if dataset.enable_bucket else "set enable_bucket = true, or crop them yourself"
         yield from _build_notice(names, f"dataset {number + 1}: cropping takes a third or more of {{}}; {fix}", "image")
 

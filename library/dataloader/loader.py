@@ -22,7 +22,7 @@ from ..randomness import Purpose, derive_rng, derive_seed
 from .augment import Augmenter, SampleView
 from .batch import PixelBatch
 from .batch_plan import Bucket, MicroBatch, MicroBatchSchedule
-from .buckets import BucketAssignment, assign_controls
+from .buckets import BucketAssignment, BucketKey, build_bucket_key
 from .images import BadSample, CropParams, load_control_pixels, load_sample_pixels
 from .manifest import Manifest
 from .worker_pool import PrefetchIterator, WorkerFailure, prefetch_in_threads
@@ -67,13 +67,11 @@ def build_validation_batches(
     Of more than ``max_batches``, a hash of the first image of each chooses.  A sample's global position, which seeds
     its noise, is a hash of its image, so that it does not depend on the other images.
     """
-    members: defaultdict[tuple[int, tuple[int, int], tuple[tuple[int, int], ...]], list[int]] = defaultdict(list)
+    members: defaultdict[BucketKey, list[int]] = defaultdict(list)
     for index, sample in enumerate(manifest.samples):
-        dataset = manifest.datasets[sample.dataset_index]
-        controls = tuple(each.bucket_resolution for each in assign_controls(sample, assignments[index], dataset))
-        members[sample.dataset_index, assignments[index].bucket_resolution, controls].append(index)
+        members[build_bucket_key(sample, assignments[index], manifest.datasets[sample.dataset_index])].append(index)
     buckets, batches = [], []
-    for number, ((dataset_index, size, controls), samples) in enumerate(sorted(members.items())):
+    for number, ((dataset_index, size, num_frames, controls), samples) in enumerate(sorted(members.items())):
         batch_size = manifest.datasets[dataset_index].batch_size
         buckets.append(
             Bucket(
@@ -83,6 +81,7 @@ def build_validation_batches(
                 batch_size=batch_size,
                 dataset_index_in_file=dataset_index,
                 control_resolutions=controls,
+                num_frames=num_frames,
             )
         )
         batches += [
@@ -105,8 +104,7 @@ def _build_micro_batch(
     manifest: Manifest, bucket_index: int, sample_indices: Sequence[int], first_index: int
 ) -> MicroBatch:
     positions = tuple(
-        derive_seed(0, f"{Purpose.VALIDATION_POSITION}/{manifest.samples[index].content_hash}")
-        for index in sample_indices
+        derive_seed(0, f"{Purpose.VALIDATION_POSITION}/{manifest.samples[index].identity}") for index in sample_indices
     )
     indices, count = tuple(first_index + index for index in sample_indices), len(sample_indices)
     return MicroBatch(
@@ -186,7 +184,7 @@ def _count_usable_cpus() -> int:
 
 @dataclass(frozen=True)
 class LoadedImage:
-    """An image, cropped and augmented."""
+    """An image or the frames of a clip, cropped and augmented."""
 
     pixels: Pixels
     mask: MaskPixels | None
@@ -217,7 +215,8 @@ class MicroBatchDataset(Dataset[PixelBatch | WorkerFailure]):
     def __getitem__(self, position: int) -> PixelBatch:
         batch = self.batch_plan.get_micro_batch(position).shard(self.rank, self.batch_plan.dp_size)
         views = self.augmenter.list_views(batch, position // self.batch_plan.accumulation_steps)
-        prefetch_images(self.augmenter.manifest.samples[view.sample_index].image for view in views)
+        samples = [self.augmenter.manifest.samples[view.sample_index] for view in views]
+        prefetch_images(sample.image for sample in samples if sample.window is None)
         rows = [self._load_view(view) for view in views]
         replacements = [_find_replacement(rows, row) for row in range(len(rows))]
         views = [views[row] for row in replacements]
@@ -232,7 +231,7 @@ class MicroBatchDataset(Dataset[PixelBatch | WorkerFailure]):
             for sample, real, row in zip(samples, batch.is_real, rows, strict=True)
         ]
         return PixelBatch(
-            pixels=torch.from_numpy(np.stack([image.pixels.transpose(2, 0, 1) for image in images])),
+            pixels=torch.from_numpy(np.stack([move_channels_first(image.pixels) for image in images])),
             captions=tuple(map(self.augmenter.draw_caption, views)),
             size_conditioning=torch.tensor([image.size_conditioning for image in images], dtype=torch.float32),
             loss_weights=torch.tensor(weights, dtype=torch.float32),
@@ -277,8 +276,15 @@ class MicroBatchDataset(Dataset[PixelBatch | WorkerFailure]):
         assignment = self.augmenter.assignments[sample_index]
         conditioning = self.augmenter.compute_size_conditioning(sample_index, assignment, is_flipped=False)
         sizes = [assignment, *self.augmenter.assign_controls(sample_index)]
-        black, *controls = (np.zeros((*each.bucket_resolution[::-1], 3), np.uint8) for each in sizes)
+        num_frames = self.augmenter.manifest.samples[sample_index].num_frames
+        frames = (num_frames,) if num_frames > 1 else ()
+        black, *controls = (np.zeros((*frames, *each.bucket_resolution[::-1], 3), np.uint8) for each in sizes)
         return LoadedImage(black, None, conditioning, tuple(controls))
+
+
+def move_channels_first(pixels: Pixels) -> Pixels:
+    """Turn (height, width, 3) to (3, height, width), and the frames of a clip to (3, frames, height, width)."""
+    return np.moveaxis(pixels, -1, 0)
 
 
 def _find_replacement(items: Sequence[LoadedImage | BadSample], index: int) -> int:
@@ -290,8 +296,7 @@ def _find_replacement(items: Sequence[LoadedImage | BadSample], index: int) -> i
 def _stack_controls(controls: Sequence[tuple[Pixels, ...]]) -> tuple[torch.Tensor, ...]:
     """Stack the first control images of all samples, the second ones, and so on; in a bucket they have one size."""
     return tuple(
-        torch.from_numpy(np.stack([image.transpose(2, 0, 1) for image in images]))
-        for images in zip(*controls, strict=True)
+        torch.from_numpy(np.stack(list(map(move_channels_first, images)))) for images in zip(*controls, strict=True)
     )
 
 

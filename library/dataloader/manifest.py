@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 from ..config.types import Resolution
 from ..dataset.controls import ControlImage
+from ..dataset.frame_windows import ClipFrames, FrameWindow
 from ..dataset.image_ref import ImageRef
 from ..dataset.masks import Mask
 from ..dataset.schema import DatasetConfig, SubsetConfig
@@ -27,6 +28,32 @@ class Sample:
     content_hash: str  # hash of the file
     mask: Mask | None = None
     controls: tuple[ControlImage, ...] = ()
+    window: FrameWindow | None = None  # of a clip
+
+    @property
+    def num_frames(self) -> int:
+        """The number of frames of a window, 1 for an image."""
+        return 1 if self.window is None else self.window.length
+
+    @property
+    def identity(self) -> str:
+        """What tells samples of different content apart: the file, and the window of a clip."""
+        if self.window is None:
+            return self.content_hash
+        return f"{self.content_hash} {' '.join(map(str, self.window.list_facts()))}"
+
+
+@dataclass(frozen=True, slots=True)
+class ClipSummary:
+    """One clip of one subset: its frames, and how many windows of each length it gives, which may be none."""
+
+    image: ImageRef
+    size: tuple[int, int]
+    dataset_index: int
+    subset_index: int
+    frames: ClipFrames
+    num_frames: int  # at the rate of training
+    windows: tuple[tuple[int, int], ...]  # lengths and their numbers of windows
 
 
 @dataclass(frozen=True)
@@ -40,6 +67,7 @@ class Manifest:
     """Dataset, subset, caption extension, number of captions found, and number of images of each subset."""
 
     validation_samples: tuple[Sample, ...] = ()  # not trained on
+    clips: tuple[ClipSummary, ...] = ()
 
     @property
     def trained_datasets(self) -> set[int]:
@@ -121,7 +149,8 @@ def _format_fingerprint_sample(name: str, sample: Sample) -> bytes:
         sample.loss_weight,
     )
     mask = sample.mask and (sample.mask.is_alpha, sample.mask.content_hash)
-    return ascii((*row, mask, *(control.content_hash for control in sample.controls))).encode()
+    window = () if sample.window is None else sample.window.list_facts()
+    return ascii((*row, mask, *(control.content_hash for control in sample.controls), *window)).encode()
 
 
 _FINGERPRINT_EXCLUDED = frozenset(
@@ -129,7 +158,8 @@ _FINGERPRINT_EXCLUDED = frozenset(
     " metadata_file conditioning_data_dir control_directory conditioning_is_control parquet webdataset recursive"
     " include exclude image_column caption_column control_column"
     " caption_extension class_tokens cache_info cache_directory weight num_repeats is_reg prior_loss_weight"
-    " remote".split()
+    " remote video_dir target_frames frame_extraction frame_stride frame_sample max_frames source_fps"
+    " keeps_all_frames".split()
 )
 """Fields of datasets and subsets whose effect is in the samples already."""
 

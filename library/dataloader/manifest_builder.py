@@ -1,140 +1,224 @@
 """Build the manifest: list and inspect all images, report those that cannot be used, assign the rest to buckets."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from ..dataset.clip_inspection import InspectedClip, build_clip_inspector
 from ..dataset.controls import ControlScanResult, scan_controls
+from ..dataset.frame_windows import DEFAULT_FRAME_RULE, FrameRule, FrameWindow, list_frame_windows
 from ..dataset.image_inspection import InspectedImage, build_image_inspector
 from ..dataset.image_ref import ImageRef, describe_remote_images
-from ..dataset.listing import ListedImage
+from ..dataset.listing import ListedImage, SubsetListing
 from ..dataset.masks import MaskScanResult, find_subsets_without_masks, scan_masks
 from ..dataset.resolution_stages import build_stages, expand_resolution_schedule
-from ..dataset.scan import ImageDefect, scan_images
+from ..dataset.scan import ImageDefect, ScanResult, scan_images
 from ..dataset.scan_cache import ScanRoots
 from ..dataset.schema import DatasetConfig
 from ..dataset.sources import list_all_images
-from ..dataset.validate import find_unused_keys, validate_epoch_length, validate_stages_not_empty
+from ..dataset.validate import find_unused_keys, report_clips, validate_epoch_length, validate_stages_not_empty
 from ..errors import ConfigError, FileError
 from ..problems import Problem, report_file
 from ..storage.filesystems import RemoteOutage
 from .buckets import BucketAssignment, build_bucket_assigner, merge_small_buckets
 from .invalid_images import (
+    DataNotice,
     DataProblem,
+    collect_clip_notices,
     collect_notices,
     format_problem_counts,
     is_summary_truncated,
     summarize_bad_data,
     write_full_report,
 )
-from .manifest import Manifest, Sample
+from .manifest import ClipSummary, Manifest, Sample
 from .repeats import apply_dataset_weights, balance_regularization_images, compute_weight_factors
 from .validation_split import split_validation_samples
 
 
 def build_manifest(
-    datasets: Sequence[DatasetConfig], on_invalid_images: Literal["fail", "skip"], cache_dir: Path | None = None
+    datasets: Sequence[DatasetConfig],
+    on_invalid_images: Literal["fail", "skip"],
+    cache_dir: Path | None = None,
+    frame_rule: FrameRule | None = None,
 ) -> Manifest:
     """Inspect every image and caption; unusable ones are reported all together, or skipped with a notice.
 
     A dataset with a resolution schedule has its last resolution in the manifest.  Scan results are cached in
-    ``cache_dir``, by default next to the images.
+    ``cache_dir``, by default next to the images.  Without a ``frame_rule``, the model makes images and takes no clips.
     """
     notes = list(dict.fromkeys(find_unused_keys(datasets)))
     stages = [expand_resolution_schedule(dataset) for dataset in datasets]
     datasets = [expanded[-1] for expanded in stages]
     listings = list(list_all_images(datasets))
     listing_problems = [problem for listing in listings for problem in listing.problems]
+    listing_problems += [report_clips(each.subset) for each in listings if each.has_clips and frame_rule is None]
     notes += [note for listing in listings for note in listing.notes]
     found = [image for listing in listings for image in listing.images]
     bad = [DataProblem("missing", problem) for listing in listings for problem in listing.missing]
     roots = ScanRoots(datasets, cache_dir)
     try:
-        scan = scan_images(build_image_inspector(), roots.group_by_root(found), roots.get_cache_dir)
+        scan = _scan_all(found, roots)
         masks = scan_masks(datasets, found, scan.images, roots)
-        controls = scan_controls(datasets, found, scan.images, roots)
+        controls = scan_controls(datasets, found, scan.images, roots, frame_rule)
     except RemoteOutage as error:
         raise FileError([*listing_problems, Problem("", str(error), "what was scanned is kept")]) from None
     notes += describe_remote_images(item.image for item in found)
     listing_problems += dict.fromkeys(controls.settings)
     unmatched = [*masks.unmatched, *controls.unmatched]
-    samples, assignments, sample_problems = _build_samples(stages, found, scan.images, masks, controls)
-    num_unusable, total = len(found) - len(samples) + len(bad), len(found) + len(bad)
-    bad += sample_problems
+    built = _SampleBuilder(stages, scan.images, masks, controls, frame_rule or DEFAULT_FRAME_RULE)
+    samples, assignments = built.add_all(found)
+    num_unusable, total = built.num_unusable + len(bad), len(found) + len(bad)
+    bad += built.problems
     if listing_problems or ((bad or unmatched) and on_invalid_images == "fail"):  # folders are not skipped
         bad_data = _collect_bad_data(bad, unmatched, num_unusable, total, scan.cache_folders)
         raise FileError([*listing_problems, *bad_data])
-    notices = collect_notices(datasets, samples, assignments, scan.images)
+    clip_notices = collect_clip_notices(datasets, built.clips)
+    notices = [*collect_notices(datasets, samples, assignments, scan.images), *clip_notices]
     notes = list(dict.fromkeys(notes))  # two datasets may use the same folder
     notes += dict.fromkeys([*scan.notes, *masks.notes, *controls.notes, *(notice.text for notice in notices)])
-    if is_summary_truncated(bad, notices) and (location := write_full_report(bad, notices, scan.cache_folders)):
-        notes.append(f"not all names are listed above{location}")
-    if bad:
-        skipped = f"{_count_images(num_unusable)} skipped ({format_problem_counts(bad)}):"
-        notes.append("\n  ".join([skipped, *map(str, summarize_bad_data(bad))]))
+    notes += _describe_skipped(bad, num_unusable, notices, scan.cache_folders)
     split = split_validation_samples(samples, datasets)
     notes += [*map(str, unmatched), *split.notes]
     samples = list(split.train_samples)
     for number in range(len(datasets)):
-        samples, balance_notes = balance_regularization_images(samples, number)
-        notes += balance_notes
-    used_masks = [sample.mask for sample in (*samples, *split.validation_samples)]
-    problems = list[Problem]()
-    if all(sample.is_reg for sample in samples):
-        reason = "validation_split takes all of them" if split.validation_samples else ""
-        problems.append(Problem("", "no images left to train on", reason))
-    elif subsets_without_masks := find_subsets_without_masks(datasets, used_masks):
-        problems += subsets_without_masks
-    if problems:
-        raise FileError([*summarize_bad_data(bad), *problems])
-    caption_counts = tuple(
-        (listing.dataset, listing.index, listing.caption_source, listing.num_captions, len(listing.images))
-        for listing in listings
+        samples, added = balance_regularization_images(samples, number)
+        notes += added
+    if problems := list(_find_missing_samples(datasets, samples, split.validation_samples)):
+        told = [Problem("", notice.text) for notice in clip_notices]  # such as which clips are too short
+        raise FileError([*summarize_bad_data(bad), *told, *problems])
+    return Manifest(
+        datasets=tuple(datasets),
+        samples=tuple(samples),
+        notes=tuple(notes),
+        caption_counts=tuple(map(_count_captions, listings)),
+        validation_samples=split.validation_samples,
+        clips=tuple(built.clips),
     )
-    return Manifest(tuple(datasets), tuple(samples), tuple(notes), caption_counts, split.validation_samples)
 
 
-def _build_samples(
-    dataset_stages: Sequence[Sequence[DatasetConfig]],
-    found_images: Iterable[ListedImage],
-    inspected: Mapping[ImageRef, InspectedImage],
-    mask_scan: MaskScanResult,
-    control_scan: ControlScanResult,
-) -> tuple[list[Sample], list[BucketAssignment], list[DataProblem]]:
-    """Build the samples with their bucket assignments; also return the problems of unusable images."""
-    samples, assignments, problems = list[Sample](), list[BucketAssignment](), list[DataProblem]()
-    assigners = [list(map(build_bucket_assigner, stages)) for stages in dataset_stages]
-    names: Counter[str] = Counter()
-    reported: set[tuple[ImageRef, str]] = set()
-    for item in found_images:
-        image = inspected[item.image]
+def _describe_skipped(
+    bad: Sequence[DataProblem], num_unusable: int, notices: Sequence[DataNotice], directories: Sequence[Path]
+) -> Iterator[str]:
+    """Yield notes about what is not listed, and about the images that are skipped."""
+    if is_summary_truncated(bad, notices) and (location := write_full_report(bad, notices, directories)):
+        yield f"not all names are listed above{location}"
+    if bad:
+        skipped = f"{_count_images(num_unusable)} skipped ({format_problem_counts(bad)}):"
+        yield "\n  ".join([skipped, *map(str, summarize_bad_data(bad))])
+
+
+def _count_captions(listing: SubsetListing) -> tuple[int, int, str, int, int]:
+    return listing.dataset, listing.index, listing.caption_source, listing.num_captions, len(listing.images)
+
+
+def _find_missing_samples(
+    datasets: Sequence[DatasetConfig], samples: Sequence[Sample], validation_samples: Sequence[Sample]
+) -> Iterator[Problem]:
+    """Yield a problem if nothing is left to train on, or no image has the mask that it should have."""
+    if all(sample.is_reg for sample in samples):
+        reason = "validation_split takes all of them" if validation_samples else ""
+        yield Problem("", "no images left to train on", reason)
+    else:
+        masks = [sample.mask for sample in (*samples, *validation_samples)]
+        yield from find_subsets_without_masks(datasets, masks)
+
+
+def _scan_all(found: Sequence[ListedImage], roots: ScanRoots) -> ScanResult[InspectedImage]:
+    """Scan the images and the clips."""
+    clips = [item for item in found if item.is_clip]
+    images = [item for item in found if not item.is_clip]
+    scan = scan_images(build_image_inspector(), roots.group_by_root(images), roots.get_cache_dir)
+    if not clips:
+        return scan
+    others = scan_images(build_clip_inspector(), roots.group_by_root(clips), roots.get_cache_dir)
+    return ScanResult(
+        {**scan.images, **others.images}, [*scan.notes, *others.notes], [*scan.cache_folders, *others.cache_folders]
+    )
+
+
+@dataclass
+class _SampleBuilder:
+    """Builds the samples with their bucket assignments, and collects the problems of unusable images."""
+
+    dataset_stages: Sequence[Sequence[DatasetConfig]]
+    inspected: Mapping[ImageRef, InspectedImage]
+    masks: MaskScanResult
+    controls: ControlScanResult
+    frame_rule: FrameRule
+    samples: list[Sample] = field(default_factory=list)
+    assignments: list[BucketAssignment] = field(default_factory=list)
+    problems: list[DataProblem] = field(default_factory=list)
+    clips: list[ClipSummary] = field(default_factory=list)
+    num_unusable: int = 0
+
+    def __post_init__(self) -> None:
+        self._assigners = [list(map(build_bucket_assigner, stages)) for stages in self.dataset_stages]
+        self._names: Counter[str] = Counter()
+        self._reported: set[tuple[ImageRef, str]] = set()
+
+    def add_all(self, found: Iterable[ListedImage]) -> tuple[list[Sample], list[BucketAssignment]]:
+        """Add all images and clips."""
+        for item in found:
+            self.add(item)
+        return self.samples, self.assignments
+
+    def add(self, item: ListedImage) -> None:
+        """Add the sample of an image, or those of all windows of a clip."""
+        image = self.inspected[item.image]
         defect, assignment = image.defect, None
         try:
             # An image has to fit the buckets of all stages; the last one counts.
-            for assign in assigners[item.dataset] if defect is None else ():
+            for assign in self._assigners[item.dataset] if defect is None else ():
                 assignment = assign(*image.size)
         except ValueError as error:
             defect, assignment = ImageDefect("of a size that fits no bucket", str(error)), None
-        if defect is not None and (item.image, defect.text) not in reported:
-            reported.add((item.image, defect.text))
-            problems.append(DataProblem(defect.kind, report_file(item.image, defect.text)))
-        mask_key = (item.dataset, item.subset, item.image)
-        if mask_problem := mask_scan.problems.get(mask_key):
-            problems.append(DataProblem("mask", report_file(item.image, mask_problem)))
-        if control_problem := control_scan.problems.get(mask_key):
-            problems.append(DataProblem("control image", report_file(item.image, control_problem)))
+        if defect is not None and (item.image, defect.text) not in self._reported:
+            self._reported.add((item.image, defect.text))
+            self.problems.append(DataProblem(defect.kind, report_file(item.image, defect.text)))
+        mask_key, noun = (item.dataset, item.subset, item.image), "clip" if item.is_clip else "image"
+        if mask_problem := self.masks.problems.get(mask_key):
+            self.problems.append(DataProblem("mask", report_file(item.image, mask_problem)))
+        if control_problem := self.controls.problems.get(mask_key):
+            self.problems.append(DataProblem(f"control {noun}", report_file(item.image, control_problem)))
         if item.problem:
-            problems.append(DataProblem("caption", item.problem))
+            self.problems.append(DataProblem("caption", item.problem))
         if assignment is None or mask_problem or control_problem or item.problem:
-            continue
-        dataset = dataset_stages[item.dataset][-1]
-        subset = dataset.subsets[item.subset]
+            self.num_unusable += 1
+            return
+        for window in self._list_windows(item, image) if isinstance(image, InspectedClip) else [None]:
+            self.samples.append(self._build_sample(item, image, window))
+            self.assignments.append(assignment)
+
+    def _list_windows(self, item: ListedImage, image: InspectedClip) -> list[FrameWindow]:
+        subset, rule = self.dataset_stages[item.dataset][-1].subsets[item.subset], self.frame_rule
+        clip = replace(image.frames, conversion=subset.build_rate_conversion(rule))
+        num_frames = clip.count_frames(subset.frame_settings, rule)
+        windows = list_frame_windows(num_frames, subset.frame_settings, rule)
+        self.clips.append(
+            ClipSummary(
+                image=item.image,
+                size=image.size,
+                dataset_index=item.dataset,
+                subset_index=item.subset,
+                frames=clip,
+                num_frames=num_frames,
+                windows=tuple(sorted(Counter(length for _, length in windows).items())),
+            )
+        )
+        return [FrameWindow(start, length, clip) for start, length in windows]
+
+    def _build_sample(self, item: ListedImage, image: InspectedImage, window: FrameWindow | None) -> Sample:
+        dataset = self.dataset_stages[item.dataset][-1]
+        subset, mask_key = dataset.subsets[item.subset], (item.dataset, item.subset, item.image)
         name = item.image.key
-        names[name] += 1
-        sample = Sample(
-            key=name if names[name] == 1 else f"{name}#{names[name]}",
+        if window is not None:
+            name += f" frame {window.start}" + (f" to {window.last}" if window.length > 1 else "")
+        self._names[name] += 1
+        return Sample(
+            key=name if self._names[name] == 1 else f"{name}#{self._names[name]}",
             image=item.image,
             size=image.size,
             caption=item.caption,
@@ -144,12 +228,10 @@ def _build_samples(
             loss_weight=dataset.prior_loss_weight if subset.is_reg else 1.0,
             is_reg=subset.is_reg,
             content_hash=image.content_hash,
-            mask=mask_scan.masks.get(mask_key),
-            controls=control_scan.controls.get(mask_key, ()),
+            mask=self.masks.masks.get(mask_key),
+            controls=self.controls.controls.get(mask_key, ()),
+            window=window,
         )
-        samples.append(sample)
-        assignments.append(assignment)
-    return samples, assignments, problems
 
 
 def _collect_bad_data(
@@ -199,7 +281,12 @@ def assign_buckets(
         assignments += merged
     counts = tuple((latest[row[0]], *row[1:]) for row in manifest.caption_counts)
     expanded = replace(
-        manifest, datasets=tuple(all_datasets), samples=tuple(samples), notes=tuple(notes), caption_counts=counts
+        manifest,
+        datasets=tuple(all_datasets),
+        samples=tuple(samples),
+        notes=tuple(notes),
+        caption_counts=counts,
+        clips=tuple(replace(clip, dataset_index=latest[clip.dataset_index]) for clip in manifest.clips),
     )
     if problems := [*problems, *validate_stages_not_empty(all_datasets, expanded.trained_datasets)]:
         raise ConfigError(problems)

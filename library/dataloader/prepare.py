@@ -14,15 +14,21 @@ from ..config.schema import TrainConfig
 from ..config.schema_data import DataConfig
 from ..dataset.controls import ControlLimits
 from ..dataset.dataset_config import ParsedDatasetConfig, load_dataset_config
+from ..dataset.frame_windows import FrameRule
 from ..dataset.listing import format_first_names
 from ..dataset.musubi_format import set_musubi_bucket_steps
-from ..dataset.validate import validate_dataset_config, validate_resolution_multiple, validate_stages_not_empty
+from ..dataset.validate import (
+    find_clips_for_image_models,
+    validate_dataset_config,
+    validate_resolution_multiple,
+    validate_stages_not_empty,
+)
 from ..errors import ConfigError, FileError
 from ..problems import Place, Problem
 from ..randomness import Purpose, derive_seed
 from .augment import Augmenter, SampleView
 from .batch_plan import AnyBatchPlan, BatchPlan, Bucket, StagedBatchPlan
-from .buckets import BucketAssignment, assign_controls, build_bucket_assigner
+from .buckets import BucketAssignment, BucketKey, build_bucket_assigner, build_bucket_key
 from .face_crop import find_unreadable_faces
 from .manifest import Manifest
 from .manifest_builder import assign_buckets, build_manifest
@@ -172,21 +178,25 @@ def prepare_data(
     model: str = "this model",
     control_limits: ControlLimits | None = None,
     max_side: int | None = None,
+    frame_rule: FrameRule | None = None,
 ) -> PreparedData:
     """Scan all images and assign them to buckets, with sides that are multiples of ``size_multiple``.
 
     Messages call the model that needs this ``model``.  Scan results are cached in ``cache_dir``, by default next to
-    the images.
+    the images.  ``frame_rule`` is what the model asks of clips; without it, it takes none.
     """
     if config.dataset_option is None:
         raise ConfigError([Problem("dataset_config", "missing", "set the TOML file that lists the image folders")])
     parsed = load_dataset_config(config)
     problems = [*validate_dataset_config(config), *validate_resolution_multiple(parsed.datasets, size_multiple, model)]
+    if frame_rule is None:
+        problems += find_clips_for_image_models(parsed.datasets, model, "")
     if problems or parsed.problems:
         raise ConfigError(problems or parsed.problems)
     parsed = replace(parsed, datasets=set_musubi_bucket_steps(parsed.datasets, size_multiple))
     with _pause_garbage_collection():
-        prepared = _build_prepared_data(config, parsed, Path(cache_dir).expanduser() if cache_dir else None)
+        cache_path = Path(cache_dir).expanduser() if cache_dir else None
+        prepared = _build_prepared_data(config, parsed, cache_path, frame_rule)
     if problems := list(find_unreadable_faces(prepared.manifest.samples, prepared.manifest.datasets)):
         raise FileError(problems)
     if control_limits is not None:
@@ -241,8 +251,10 @@ def _pause_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _build_prepared_data(config: DataConfig, parsed: ParsedDatasetConfig, cache_dir: Path | None) -> PreparedData:
-    scanned = build_manifest(parsed.datasets, config.on_invalid_images, cache_dir)
+def _build_prepared_data(
+    config: DataConfig, parsed: ParsedDatasetConfig, cache_dir: Path | None, frame_rule: FrameRule | None
+) -> PreparedData:
+    scanned = build_manifest(parsed.datasets, config.on_invalid_images, cache_dir, frame_rule)
     notes = [*parsed.notices, *scanned.notes]
     if config.resolution is not None and all(dataset.resolution_schedule for dataset in parsed.datasets):
         notes.insert(0, "--resolution: not used, because every dataset has a resolution_schedule")
@@ -260,13 +272,11 @@ def _build_prepared_data(config: DataConfig, parsed: ParsedDatasetConfig, cache_
 
 
 def _build_buckets(manifest: Manifest, assignments: Sequence[BucketAssignment]) -> tuple[Bucket, ...]:
-    members: defaultdict[tuple[int, tuple[int, int], tuple[tuple[int, int], ...]], list[int]] = defaultdict(list)
+    members: defaultdict[BucketKey, list[int]] = defaultdict(list)
     for index, (sample, assignment) in enumerate(zip(manifest.samples, assignments, strict=True)):
-        dataset = manifest.datasets[sample.dataset_index]
-        controls = tuple(each.bucket_resolution for each in assign_controls(sample, assignment, dataset))
-        members[sample.dataset_index, assignment.bucket_resolution, controls].append(index)
+        members[build_bucket_key(sample, assignment, manifest.datasets[sample.dataset_index])].append(index)
     buckets = []
-    for (dataset_index, resolution, controls), indices in sorted(members.items()):
+    for (dataset_index, resolution, num_frames, controls), indices in sorted(members.items()):
         dataset = manifest.datasets[dataset_index]
         repeats = array("d", [manifest.samples[index].repeats for index in indices])
         number = dataset.dataset_index_in_file
@@ -278,6 +288,7 @@ def _build_buckets(manifest: Manifest, assignments: Sequence[BucketAssignment]) 
                 batch_size=dataset.batch_size,
                 dataset_index_in_file=number,
                 control_resolutions=controls,
+                num_frames=num_frames,
             )
         )
     return tuple(buckets)

@@ -7,9 +7,9 @@ from typing import Any
 
 from ..dataset.dataset_config import collect_extra_keys, convert_to_sd_scripts
 from ..dataset.masks import Mask, get_mask_source
-from .batch_plan import AnyBatchPlan, PlannedStage, get_planned_stages
+from .batch_plan import AnyBatchPlan, PlannedStage, format_bucket_size, get_planned_stages
 from .buckets import BucketAssignment
-from .manifest import Manifest
+from .manifest import ClipSummary, Manifest, Sample
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class BucketSummary:
     max_cropped_fraction: float
     from_step: int = 0  # the first step of the stage
     control_resolutions: tuple[tuple[int, int], ...] = ()
+    num_frames: int = 1
 
 
 def summarize_buckets(assignments: Sequence[BucketAssignment], batch_plan: AnyBatchPlan) -> list[BucketSummary]:
@@ -48,6 +49,7 @@ def summarize_stage_buckets(assignments: Sequence[BucketAssignment], stage: Plan
                 from_step=stage.first_step,
                 resolution=bucket.resolution,
                 control_resolutions=bucket.control_resolutions,
+                num_frames=bucket.num_frames,
                 sample_indices=tuple(bucket.sample_indices),
                 samples_per_epoch=shown,
                 batch_size=bucket.batch_size,
@@ -66,6 +68,7 @@ def export_bucket(manifest: Manifest, summary: BucketSummary) -> dict[str, objec
     """Export a bucket as JSON."""
     return {
         "size": list(summary.resolution),
+        "frames": summary.num_frames,
         "controls": [list(size) for size in summary.control_resolutions],
         "images": len(summary.sample_indices),
         "samples": summary.samples_per_epoch,
@@ -86,7 +89,7 @@ def format_data_summary(
 ) -> str:
     """Format images, buckets and the number of steps of a run as text."""
     stages = get_planned_stages(batch_plan)
-    lines = [_format_subsets(manifest), *manifest.notes]
+    lines = [_format_subsets(manifest), *_format_clips(manifest), *manifest.notes]
     for number, stage in enumerate(stages, 1):
         end = total_steps if stage.end_step is None else min(stage.end_step, total_steps)
         if len(stages) > 1:
@@ -111,15 +114,39 @@ def _format_subsets(manifest: Manifest) -> str:
     for number, index, ending, captions, found in manifest.caption_counts:
         subset = manifest.datasets[number].subsets[index]
         mine = repeats[number, index]
-        kind = "regularization image" if subset.is_reg else "image"
+        clips = [clip for clip in manifest.clips if (clip.dataset_index, clip.subset_index) == (number, index)]
+        noun = "window" if clips else "image"
+        kind = f"regularization {noun}" if subset.is_reg else noun
         masked = f", masks {masks[number, index]}/{len(mine)}" if get_mask_source(subset) else ""
         masked += f", control images {controls[number, index]}" if controls[number, index] else ""
+        what = _format_count(len(mine), kind) + (f" of {_format_count(len(clips), 'clip')}" if clips else "")
         name = f"dataset {manifest.datasets[number].dataset_index_in_file + 1}"
         lines.append(
-            f"{name}, {subset.source}: {_format_count(len(mine), kind)}{_format_repeats(mine)}, captions"
+            f"{name}, {subset.source}: {what}{_format_repeats(mine)}, captions"
             f" found {captions}/{found} ({ending or 'no extension'}){masked}"
         )
     return "\n".join(lines)
+
+
+MAX_CLIPS_SHOWN = 40
+"""The number of clips up to which all are listed."""
+
+
+def _format_clips(manifest: Manifest) -> list[str]:
+    """Format a line for each clip: its frames, and the windows that it gives; of many, those of the first ones."""
+    lines = []
+    for clip in manifest.clips[:MAX_CLIPS_SHOWN]:
+        windows = ", ".join(f"{count} x {length}" for length, count in clip.windows) or "none"
+        frames = f"{clip.frames.num_frames} frames"
+        if clip.frames.duration:
+            rate = "variable rate" if clip.frames.rate is None else f"{float(clip.frames.rate):.5g} per second"
+            frames += f" in {float(clip.frames.duration):.2f} s ({rate})"
+        if clip.num_frames != clip.frames.num_frames:
+            frames += f", {clip.num_frames} for training"
+        lines.append(f"  {clip.image.key}: {clip.size[0]}x{clip.size[1]}, {frames}; windows: {windows}")
+    if len(manifest.clips) > MAX_CLIPS_SHOWN:
+        lines.append(f"  ... and {len(manifest.clips) - MAX_CLIPS_SHOWN} more clips, which --json lists")
+    return lines
 
 
 def _format_count(count: int, noun: str) -> str:
@@ -151,7 +178,9 @@ def _format_bucket_table(manifest: Manifest, buckets: Sequence[BucketSummary]) -
     for bucket in buckets:
         cells = (
             bucket.dataset_index_in_file + 1,
-            " + ".join(f"{width}x{height}" for width, height in (bucket.resolution, *bucket.control_resolutions)),
+            " + ".join(
+                format_bucket_size(size, bucket.num_frames) for size in (bucket.resolution, *bucket.control_resolutions)
+            ),
             len(bucket.sample_indices),
             bucket.samples_per_epoch,
             bucket.batch_size,
@@ -221,6 +250,7 @@ def export_datasets(
                     for bucket in facts
                     if manifest.samples[bucket.most_cropped_sample].dataset_index == number
                 ],
+                **_export_clips(manifest, number),
                 "samples": [
                     _export_sample(manifest, assignments, index)
                     for index, sample in enumerate(manifest.samples)
@@ -248,6 +278,30 @@ def _export_sample(manifest: Manifest, assignments: Sequence[BucketAssignment], 
         "weight": sample.loss_weight,
         "mask": None if sample.mask is None else _export_mask(sample.mask),
         "controls": [str(control.image) for control in sample.controls],
+        **_export_window(sample),
+    }
+
+
+def _export_window(sample: Sample) -> JsonObject:
+    """Export the frames of a window; nothing for an image."""
+    return {} if sample.window is None else {"first_frame": sample.window.start, "frames": sample.window.length}
+
+
+def _export_clips(manifest: Manifest, dataset_index: int) -> JsonObject:
+    """Export every clip of a dataset; nothing for a dataset of images."""
+    clips = [_export_clip(clip) for clip in manifest.clips if clip.dataset_index == dataset_index]
+    return {"clips": clips} if clips else {}
+
+
+def _export_clip(clip: ClipSummary) -> JsonObject:
+    return {
+        "clip": str(clip.image),
+        "size": list(clip.size),
+        "frames": clip.frames.num_frames,
+        "seconds": float(clip.frames.duration),
+        "frames_per_second": None if clip.frames.rate is None else float(clip.frames.rate),
+        "frames_for_training": clip.num_frames,
+        "windows": [{"frames": length, "count": count} for length, count in clip.windows],
     }
 
 

@@ -38,14 +38,20 @@ def split_validation_samples(samples: Sequence[Sample], datasets: Sequence[Datas
             continue
         mine = [sample for sample in samples if sample.dataset_index == number and not sample.is_reg]
         for sample in _select_validation_samples(mine, dataset):
-            held.setdefault((number, sample.content_hash), sample)
+            held.setdefault((number, sample.identity), sample)
     if not held:
         return ValidationSplit(tuple(samples), ())
-    contents = {content for _, content in held}
+    contents = {sample.content_hash for sample in held.values()}
     training = tuple(sample for sample in samples if sample.content_hash not in contents)
-    ordered = sorted(held.values(), key=lambda sample: (sample.dataset_index, sample.content_hash))
+    ordered = sorted(
+        held.values(), key=lambda sample: (sample.dataset_index, sample.content_hash, _get_window_key(sample))
+    )
     validation = tuple(_freeze_sample(sample, datasets) for sample in ordered)
     return ValidationSplit(training, validation, tuple(_format_notes(samples, held, datasets)))
+
+
+def _get_window_key(sample: Sample) -> tuple[int, int]:
+    return (0, 0) if sample.window is None else (sample.window.start, sample.window.length)
 
 
 def disable_augmentations(dataset: DatasetConfig) -> DatasetConfig:
@@ -79,7 +85,9 @@ def _select_validation_samples(samples: Sequence[Sample], dataset: DatasetConfig
     if len({sample.content_hash for _, sample in by_chance}) < 2:
         return drawn
     if not drawn:
-        return [min(by_chance, key=lambda item: item[0])[1]]
+        chosen = min(by_chance, key=lambda item: item[0])[1]
+        windows = [sample for sample in samples if sample.content_hash == chosen.content_hash]
+        return [chosen] if chosen.window is None else windows
     if len(drawn) == len(samples):
         spared = max(by_chance, key=lambda item: item[0])[1].content_hash
         return [sample for sample in drawn if sample.content_hash != spared]
@@ -101,7 +109,7 @@ def _freeze_sample(sample: Sample, datasets: Sequence[DatasetConfig]) -> Sample:
     subset: SubsetConfig = dataset.subsets[sample.subset_index]
     is_drawn_once = {"enable_wildcard": subset.enable_wildcard}
     settled = replace(subset, **_collect_defaults_of_varying_keys() | is_drawn_once)
-    draw = derive_rng(_get_validation_seed(dataset), f"{Purpose.VALIDATION_CAPTION}/{sample.content_hash}")
+    draw = derive_rng(_get_validation_seed(dataset), f"{Purpose.VALIDATION_CAPTION}/{sample.identity}")
     caption = process_caption(sample.caption, settled, draw, epoch=0, step=0, total_steps=0)
     return replace(sample, repeats=1, loss_weight=1.0, caption=caption)
 
@@ -111,11 +119,11 @@ def _format_notes(
 ) -> list[str]:
     found: defaultdict[int, int] = defaultdict(int)
     elsewhere: defaultdict[int, int] = defaultdict(int)
-    contents = {content for _, content in validation_samples}
+    contents = {sample.content_hash for sample in validation_samples.values()}
     for sample in samples:
         found[sample.dataset_index] += not sample.is_reg
         elsewhere[sample.dataset_index] += (
-            sample.content_hash in contents and (sample.dataset_index, sample.content_hash) not in validation_samples
+            sample.content_hash in contents and (sample.dataset_index, sample.identity) not in validation_samples
         )
     notes = []
     for number in range(len(datasets)):

@@ -1,13 +1,16 @@
-"""Control images, the references of editing models: match them to their pictures by name, and inspect them."""
+"""Control images and clips: match them to their pictures or clips by name, and inspect them."""
 
 import re
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 
 from ..problems import Problem, report_file
 from ..storage.remote_path import resolve_links
+from .clip_decoding import VIDEO_EXTENSIONS
+from .clip_inspection import InspectedClip, build_clip_inspector
+from .frame_windows import ClipFrames, FrameRule
 from .image_inspection import InspectedImage, build_image_inspector
 from .image_ref import ImageRef
 from .listing import ListedImage, format_count, format_first_names
@@ -42,6 +45,8 @@ class ControlImage:
     content_hash: str  # the hash of the file
     made: str = ""
     """The way the control image is derived from the picture itself: a key of ``CONTROLS_FROM_IMAGE``."""
+    clip: ClipFrames | None = None
+    """The frames of a control clip."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +153,22 @@ def _match_in_dir(matches: ControlMatches, images: Sequence[ImageRef], image_dir
     matches.unmatched += [control_dir / name for name in sorted(strays)]
 
 
+def match_control_clips(clips: Sequence[ImageRef], video_dir: Path, control_dir: Path) -> ControlMatches:
+    """Match each clip to the file of its name, the folder of frames of its stem, or a video with another extension."""
+    matches = ControlMatches()
+    for clip in clips:
+        folder = control_dir / get_relative_path(clip, video_dir).parent
+        stem = clip.name.rpartition(".")[0] or clip.name
+        names = [clip.name, stem, *(f"{stem}{extension}" for extension in VIDEO_EXTENSIONS)]
+        names += [f"{stem}{extension.upper()}" for extension in VIDEO_EXTENSIONS]
+        found = next((name for name in names if (folder / name).exists()), None)
+        if found is None:
+            matches.missing[clip] = f"has no control clip: no {stem}.mp4, no folder {stem}, in {folder}"
+        else:
+            matches.controls[clip] = (ImageRef(folder, found),)
+    return matches
+
+
 @dataclass
 class ControlScanResult:
     """The control images of all pictures, with problems and notes."""
@@ -168,6 +189,7 @@ def scan_controls(
     listed: Sequence[ListedImage],
     inspected: Mapping[ImageRef, InspectedImage],
     roots: ScanRoots,
+    frame_rule: FrameRule | None = None,
 ) -> ControlScanResult:
     """Match and inspect the control images of all listed pictures."""
     result = ControlScanResult()
@@ -179,11 +201,16 @@ def scan_controls(
         subset = dataset.subsets[index]
         found = {item.image: item.controls for item in members if item.controls}
         if subset.control_key is not None:
-            found = _match_subset(result, subset, (number, index), [item.image for item in members])
+            images = [item.image for item in members]
+            found = _match_subset(result, subset, (number, index), images, are_clips=members[0].is_clip)
         if found or subset.control_from_image:
             result.settings += find_settings_that_controls_lack(dataset, subset)
         if found:
-            _inspect_subset(result, dataset, subset_key=(number, index), found=found, inspected=inspected, roots=roots)
+            clip_rule = frame_rule if members[0].is_clip else None
+            key = (number, index)
+            _inspect_subset(
+                result, dataset, subset_key=key, found=found, inspected=inspected, roots=roots, clip_rule=clip_rule
+            )
         if subset.control_from_image:
             _add_own_images(result, (number, index), subset.control_from_image, members, inspected)
     return result
@@ -205,12 +232,17 @@ def _add_own_images(
 
 
 def _match_subset(
-    result: ControlScanResult, subset: SubsetConfig, subset_key: tuple[int, int], images: Sequence[ImageRef]
+    result: ControlScanResult,
+    subset: SubsetConfig,
+    subset_key: tuple[int, int],
+    images: Sequence[ImageRef],
+    *,
+    are_clips: bool,
 ) -> dict[ImageRef, tuple[ImageRef, ...]]:
     image_dir, control_dir = subset.resolve_image_dir(), subset.resolve_control_dir()
     if image_dir is None or control_dir is None:
         raise AssertionError("a subset with a folder of control images has an image_dir too")
-    matches = match_controls(images, image_dir, control_dir)
+    matches = (match_control_clips if are_clips else match_controls)(images, image_dir, control_dir)
     result.problems |= {(*subset_key, image): reason for image, reason in matches.missing.items()}
     if matches.unmatched:
         names = format_first_names([path.name for path in matches.unmatched])
@@ -243,27 +275,38 @@ def _inspect_subset(
     found: Mapping[ImageRef, tuple[ImageRef, ...]],
     inspected: Mapping[ImageRef, InspectedImage],
     roots: ScanRoots,
+    clip_rule: FrameRule | None,
 ) -> None:
     subset = dataset.subsets[subset_key[1]]
     by_folder: defaultdict[Path, dict[ImageRef, None]] = defaultdict(dict)
     for file in (file for files in found.values() for file in files):
         by_folder[resolve_links(file.folder)][file] = None
     cache_directory = subset.resolve_cache_directory()
-    scan = scan_images(build_image_inspector(), by_folder, lambda root: cache_directory or roots.get_cache_dir(root))
-    result.notes += scan.notes
-    other_shape = []
+    controls: Mapping[ImageRef, InspectedImage]
+    if clip_rule is None:
+        scan = scan_images(
+            build_image_inspector(), by_folder, lambda root: cache_directory or roots.get_cache_dir(root)
+        )
+        controls, notes = scan.images, scan.notes
+    else:
+        clips = scan_images(
+            build_clip_inspector(), by_folder, lambda root: cache_directory or roots.get_cache_dir(root)
+        )
+        controls, notes = clips.images, clips.notes
+    result.notes += notes
+    noun, other_shape = ("image" if clip_rule is None else "clip"), []
     for image, files in found.items():
         defects = [
-            f"its control image {file} {problem}"
+            f"its control {noun} {file} {problem}"
             for file in files
-            if (problem := scan.images[file].problem or _describe_too_small(scan.images[file].size, dataset))
+            if (problem := controls[file].problem or _describe_too_small(controls[file].size, dataset))
         ]
         shapes = [
-            f"its control image {file} is {scan.images[file].size[0]}x{scan.images[file].size[1]} pixels, the image"
+            f"its control {noun} {file} is {controls[file].size[0]}x{controls[file].size[1]} pixels, the {noun}"
             f" {inspected[image].size[0]}x{inspected[image].size[1]}"
             for file in files
             if not (defects or inspected[image].problem or dataset.has_own_control_size)
-            and not has_same_aspect_ratio(scan.images[file].size, inspected[image].size)
+            and not has_same_aspect_ratio(controls[file].size, inspected[image].size)
         ]
         if shapes and subset.random_crop:
             defects.append(f"{shapes[0]}: they cannot be cropped alike with random_crop")
@@ -273,13 +316,22 @@ def _inspect_subset(
             result.problems[(*subset_key, image)] = "; ".join(defects)
         else:
             result.controls[(*subset_key, image)] = tuple(
-                ControlImage(file, scan.images[file].size, scan.images[file].content_hash) for file in files
+                _build_control(file, controls[file], subset, clip_rule) for file in files
             )
     if other_shape:
         result.notes.append(
-            f"{subset.source}: {format_count(len(other_shape), 'image')} with control images of another shape, which"
+            f"{subset.source}: {format_count(len(other_shape), noun)} with control {noun}s of another shape, which"
             f" are cropped to it: {format_first_names(other_shape)}; set control_resolution to keep their shape"
         )
+
+
+def _build_control(
+    file: ImageRef, control: InspectedImage, subset: SubsetConfig, clip_rule: FrameRule | None
+) -> ControlImage:
+    clip = None
+    if isinstance(control, InspectedClip) and clip_rule is not None:
+        clip = replace(control.frames, conversion=subset.build_rate_conversion(clip_rule))
+    return ControlImage(file, control.size, control.content_hash, clip=clip)
 
 
 def _describe_too_small(size: tuple[int, int], dataset: DatasetConfig) -> str | None:

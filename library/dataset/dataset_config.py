@@ -25,12 +25,13 @@ from .musubi_format import (
     MUSUBI_KEYS,
     MUSUBI_RESOLUTION,
     MUSUBI_SUBSET_KEYS,
+    MUSUBI_TARGET_FRAMES,
     ONE_FRAME_KEYS,
     RENAMED_DATASET_KEYS,
+    SOURCE_KEYS,
     VIDEO_KEYS,
     VIDEO_SOURCE_KEYS,
     explain_mixed_key,
-    explain_unsupported_musubi_key,
     find_mixed_keys,
     find_musubi_key,
     is_musubi_dataset,
@@ -66,11 +67,12 @@ _EXTRA_DATASET_KEYS = (
 )
 _EXTRA_SUBSET_KEYS = (
     "parquet webdataset recursive include exclude image_column caption_column cache_directory control_directory"
-    " control_from_image control_column".split()
+    " control_from_image control_column video_dir target_frames frame_extraction frame_stride frame_sample max_frames"
+    " source_fps".split()
 )
 _INTERNAL_FIELDS = (
     *("kind", "subsets", "locations", "dataset_file", "uses_musubi_captions", "dataset_index_in_file"),
-    *("conditioning_is_control", "remote", "file_format"),
+    *("conditioning_is_control", "remote", "file_format", "keeps_all_frames"),
 )
 _MUSUBI_BUCKETS = {
     **{name: DATASET_KEYS[name].option.default for name in ("bucket_mode", "bucket_max_crop", "bucket_min_images")},
@@ -273,17 +275,21 @@ class _DatasetConfigParser:
     def parse_musubi_dataset(self, key_path: KeyPath, table: Mapping[str, Any], general: Values) -> DatasetConfig:
         """Read a dataset in musubi-tuner's format, with the sizes and buckets that it has there."""
         is_video = any(name in table for name in VIDEO_SOURCE_KEYS)
-        ignored = {*MUSUBI_SUBSET_KEYS, *ONE_FRAME_KEYS, *VIDEO_SOURCE_KEYS, *(VIDEO_KEYS if is_video else ())}
+        ignored = {*MUSUBI_SUBSET_KEYS, *ONE_FRAME_KEYS, *(() if is_video else VIDEO_KEYS)}
         if table.get("multiple_target") is False:
             ignored.add("multiple_target")
         own = {name: value for name, value in table.items() if name not in ignored}
         values = {**general, **self.parse_table(key_path, own, DATASET_TABLE)}
-        for name in (name for name in VIDEO_SOURCE_KEYS if name in table):
-            self.add_problem((*key_path, name), explain_unsupported_musubi_key(name) or "")
+        for name in (name for name in VIDEO_KEYS if name in table and not is_video):
+            self.add_problem((*key_path, name), "only for videos, and this dataset has images", "remove it")
+        if is_video and "target_frames" not in values and table.get("frame_extraction") != "full":
+            values["target_frames"] = LocatedValue(MUSUBI_TARGET_FRAMES, None)
+            where = self.locate(key_path).with_key("target_frames")
+            self.notices.append(f"{where}: not set; musubi-tuner's is [1]: one frame of each window")
         for name in (name for name in ONE_FRAME_KEYS if name in table):
             where = self.locate((*key_path, name)).with_key(name)
             self.notices.append(f"{where}: no effect: only FramePack and Wan use it")
-        subset = self.parse_musubi_subset(key_path, table, values, is_video=is_video)
+        subset = self.parse_musubi_subset(key_path, table, values)
         location, resolved = self.locate(key_path), self.apply_flag_defaults(values)
         resolved |= {name: LocatedValue(value, None) for name, value in _MUSUBI_BUCKETS.items()}
         resolution, schedule = resolved["resolution"], resolved["resolution_schedule"]
@@ -293,34 +299,32 @@ class _DatasetConfigParser:
         self.problems += validate_dataset_keys(resolved, [subset], location, "musubi-tuner")
         return DatasetConfig(
             kind=infer_dataset_kind([subset]),
-            subsets=(replace(self.build_subset_config(subset), uses_musubi_captions=True),),
+            subsets=(replace(self.build_subset_config(subset), uses_musubi_captions=True, keeps_all_frames=True),),
             dataset_index_in_file=int(key_path[-1]),
             file_format="musubi-tuner",
             **_collect_fields(DatasetConfig, resolved, location),
         )
 
-    def parse_musubi_subset(
-        self, key_path: KeyPath, table: Mapping[str, Any], inherited: Values, *, is_video: bool
-    ) -> Values:
+    def parse_musubi_subset(self, key_path: KeyPath, table: Mapping[str, Any], inherited: Values) -> Values:
         """Read the only subset of a musubi-tuner dataset, whose keys are in the dataset itself."""
         values = dict(inherited)
         names = [name for name in MUSUBI_SUBSET_KEYS if name in table]
-        if "image_directory" in names and "image_jsonl_file" in names:
-            text, fix = "image_directory is set too, and a dataset has one source", "use a [[datasets]] for each"
-            self.add_problem((*key_path, "image_jsonl_file"), text, fix)
-        elif "image_jsonl_file" in names and "control_directory" in names:
+        sources = [name for name in SOURCE_KEYS if name in table]
+        lists = [name for name in sources if MUSUBI_SUBSET_KEYS[name] == "metadata_file"]
+        for name in sources[1:]:
+            text, fix = f"{sources[0]} is set too, and a dataset has one source", "use a [[datasets]] for each"
+            self.add_problem((*key_path, name), text, fix)
+            names.remove(name)
+        if not sources:
+            text = "set the folder of images: image_directory = 'FOLDER'; or image_jsonl_file, video_directory"
+            place = self.locate(key_path).with_key("image_directory")
+            self.problems.append(Problem("image_directory", "missing", f"{text}, video_jsonl_file", place))
+            values["image_dir"] = LocatedValue(None, self.locate(key_path), is_invalid=True)
+        elif lists and len(sources) == 1 and "control_directory" in names:
             names.remove("control_directory")
             where = self.locate((*key_path, "control_directory")).with_key("control_directory")
-            self.notices.append(
-                f"{where}: no effect: image_jsonl_file lists the control images itself, as control_path"
-            )
-        elif not is_video and not {"image_directory", "image_jsonl_file"} & set(names):
-            text, fix = "missing", "set the folder of images: image_directory = 'FOLDER'; or image_jsonl_file"
-            self.problems.append(
-                Problem("image_directory", text, fix, self.locate(key_path).with_key("image_directory"))
-            )
-        if not {"image_directory", "image_jsonl_file"} & set(names):
-            values["image_dir"] = LocatedValue(None, self.locate(key_path), is_invalid=True)
+            kind = "images" if lists[0].startswith("image") else "clips"
+            self.notices.append(f"{where}: no effect: {lists[0]} lists the control {kind} itself, as control_path")
         for name in names:
             value, location = table[name], self.locate((*key_path, name)).with_key(name)
             if isinstance(value, str):
@@ -328,7 +332,7 @@ class _DatasetConfigParser:
             else:
                 values[MUSUBI_SUBSET_KEYS[name]] = LocatedValue(None, location, is_invalid=True)
                 self.add_problem((*key_path, name), f"expected a string, got {value!r}")
-        if "image_jsonl_file" in names:
+        if lists:
             values.setdefault("caption_column", LocatedValue("caption", None))
         return self.resolve_subset(key_path, values, {})
 

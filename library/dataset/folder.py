@@ -1,9 +1,9 @@
-"""Images in a folder, with caption files next to them or the metadata.jsonl, .csv or .parquet of HF's imagefolder."""
+"""Images or clips in a folder, with caption files or the metadata.jsonl, .csv or .parquet of HF's imagefolder."""
 
 import os
 import posixpath
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
@@ -23,6 +23,7 @@ from .caption_files import (
     resolve_caption_column,
     unify_line_breaks,
 )
+from .clip_decoding import VIDEO_EXTENSIONS, is_video_file
 from .controls import is_control_column
 from .file_discovery import DirectoryTree, select_paths, walk_directory
 from .image_ref import ImageRef
@@ -39,8 +40,8 @@ _MAX_FOLDERS_SEARCHED = 50
 
 
 def list_folder_images(subset: SubsetConfig, folder: Path, dataset: int, index: int) -> SubsetListing:
-    """List the images of ``image_dir`` in the order of their paths."""
-    listing = SubsetListing(subset, dataset, index)
+    """List the images of ``image_dir``, or the clips of ``video_dir``, in the order of their paths."""
+    listing = SubsetListing(subset, dataset, index, has_clips=subset.video_dir is not None)
     tree = walk_directory(folder, recursive=subset.recursive)
     listing.problems += tree.problems
     images = _select_images(folder, tree, listing)
@@ -62,27 +63,34 @@ def list_folder_images(subset: SubsetConfig, folder: Path, dataset: int, index: 
     listing.add_caption_notes(str(folder), f"{listing.expected_source} file{in_tables}")
     _suggest_caption_extension(folder, tree, files, listing)
     num_files, used_files = sum(map(len, files.by_stem.values())), {file for file in caption_files.values() if file}
-    if num_files > len(used_files) and (stray := files.list_without_image(filter(is_image_file, tree.files))):
-        count = format_count(len(stray), "caption file")
-        listing.notes.append(f"{folder}: {count} without an image, not used: {format_first_names(stray)}")
+    if num_files > len(used_files) and (stray := files.list_without_image(filter(get_file_test(listing), tree.files))):
+        count, owner = format_count(len(stray), "caption file"), "a clip" if listing.has_clips else "an image"
+        listing.notes.append(f"{folder}: {count} without {owner}, not used: {format_first_names(stray)}")
     listing.notes += find_unused_folder_names(listing, folder, tree.folders)
     for key in ("image_column", "caption_column"):
         listing.mark_unused(key, f"no effect: no metadata table in {folder.absolute()}")
     return listing
 
 
+def get_file_test(listing: SubsetListing) -> Callable[[str], bool]:
+    """Return the function that tells the images of a subset, or its clips, from other files."""
+    return is_video_file if listing.has_clips else is_image_file
+
+
 def _select_images(folder: Path, tree: DirectoryTree, listing: SubsetListing) -> list[str]:
-    """Return the images that ``include`` and ``exclude`` select."""
-    subset = listing.subset
-    images = [name for name in tree.files if is_image_file(name)]
-    if not images and not tree.problems:
+    """Return the images or clips that ``include`` and ``exclude`` select."""
+    subset, noun = listing.subset, listing.noun
+    images = list(filter(get_file_test(listing), tree.files))
+    if not images and not tree.problems and listing.has_clips:
+        listing.add_problem("video_dir", f"no clips; {_describe_content_without_clips(folder, tree)}")
+    elif not images and not tree.problems:
         listing.add_problem("image_dir", f"no images; {_describe_content(folder, tree)}")
     if tree.loops:
         loops = format_first_names(tree.loops)
         listing.notes.append(f"{folder}: links to folders that are searched anyway are not followed: {loops}")
     selection = select_paths(images, subset.include, subset.exclude)
-    count, names = format_count(len(images), "image"), format_first_names(images)
-    all_images = f"the images in {folder.absolute()} ({count}: {names})"
+    count, names = format_count(len(images), noun), format_first_names(images)
+    all_images = f"the {noun}s in {folder.absolute()} ({count}: {names})"
     if images and not selection.paths:
         key = "include" if subset.include else "exclude"
         listing.add_problem(key, f"include and exclude select none of {all_images}")
@@ -92,8 +100,13 @@ def _select_images(folder: Path, tree: DirectoryTree, listing: SubsetListing) ->
     for key, text in selection.unmatched if images else ():
         listing.mark_unused(key, f"{text!r} matches none of {all_images}", text)
     if subset.include or subset.exclude:
-        listing.notes.append(f"{folder}: include and exclude select {len(selection.paths)} of {len(images)} images")
-    if not subset.recursive and images and (below := _list_image_folders(folder, tree.folders)):
+        listing.notes.append(f"{folder}: include and exclude select {len(selection.paths)} of {len(images)} {noun}s")
+    if (
+        not subset.recursive
+        and images
+        and not listing.has_clips
+        and (below := _list_image_folders(folder, tree.folders))
+    ):
         subfolders = format_first_names([f"{name}/" for name in below])
         hint = "set recursive = true to use them"
         listing.notes.append(f"{folder}: images in subfolders are not used; {hint}: {subfolders}")
@@ -103,12 +116,15 @@ def _select_images(folder: Path, tree: DirectoryTree, listing: SubsetListing) ->
 def _drop_uncaptioned(
     folder: Path, caption_files: Mapping[str, tuple[str, str] | None], listing: SubsetListing
 ) -> dict[str, tuple[str, str] | None]:
-    """Leave out the images without a caption file, which musubi-tuner does not train on."""
+    """Leave out the images without a caption file, which musubi-tuner does not train on; of clips it wants one."""
     found: dict[str, tuple[str, str] | None] = {
         image: file for image, file in caption_files.items() if file is not None
     }
     missing = [image for image in caption_files if image not in found]
-    if missing:
+    if listing.has_clips:
+        fix = f"write one ({listing.expected_source}), which may be empty"
+        listing.missing += [report_file(folder / clip, "has no caption file", fix) for clip in missing]
+    elif missing:
         text = f"{format_count(len(missing), 'image')} without a caption file ({listing.expected_source})"
         if not found:
             fix = "" if listing.subset.caption_extension else "set caption_extension"
@@ -197,12 +213,14 @@ def _read_folder_tables(
             listing.notes.append(f"{folder}: {', '.join(paths)} is not used: every image has a caption file")
         elif len(paths) > 1:
             hint = "keep one of them, or set metadata_file = 'FILE'"
-            listing.add_problem("image_dir", f"several metadata tables in {folder}: {', '.join(paths)}; {hint}")
+            listing.add_problem(
+                listing.subset.source_key, f"several metadata tables in {folder}: {', '.join(paths)}; {hint}"
+            )
         else:
             try:
                 _read_folder_table(folder, path=paths[0], files=files, images=images, tables=tables, listing=listing)
             except ValueError as error:
-                listing.add_problem("image_dir", str(error))
+                listing.add_problem(listing.subset.source_key, str(error))
     if tables.deeper:
         names = format_first_names(tables.deeper)
         listing.notes.append(
@@ -312,6 +330,13 @@ def _describe_content(folder: Path, tree: DirectoryTree) -> str:
         if kinds[extension]:
             return f"{description}; for {extension} files set {key} = {str(folder)!r} instead of image_dir"
     return f"{description}; image extensions are {' '.join(IMAGE_EXTENSIONS)}"
+
+
+def _describe_content_without_clips(folder: Path, tree: DirectoryTree) -> str:
+    """Describe a folder without video files, and what to do about it."""
+    hint = "; set recursive = true to search its folders" if tree.folders else ""
+    extensions = f"video extensions are {' '.join(VIDEO_EXTENSIONS)}"
+    return f"{folder.absolute()} contains {tree.format_content()}{hint}; {extensions}"
 
 
 def _list_image_folders(folder: Path, names: Sequence[str]) -> list[str]:

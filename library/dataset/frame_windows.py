@@ -1,15 +1,38 @@
-"""The frames of a video that become training samples, by musubi-tuner's rules: frame rates, windows and lengths."""
+"""The frames of a clip that become training samples, by musubi-tuner's rules: frame rates, windows and lengths."""
 
+import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal, get_args
 
 FrameExtraction = Literal["head", "chunk", "slide", "uniform", "full"]
-"""The ways to cut a video: its beginning, consecutive pieces, overlapping or evenly spread pieces, or as a whole."""
+"""The ways to cut a clip: its beginning, consecutive pieces, overlapping or evenly spread pieces, or as a whole."""
 
 FRAME_EXTRACTIONS: tuple[FrameExtraction, ...] = get_args(FrameExtraction)
 VAE_FRAME_STRIDE = 4
-"""Video autoencoders make one latent frame of the first frame, and one of each four that follow."""
+"""Most video autoencoders make one latent frame of the first frame, and one of each four that follow."""
+
+DEFAULT_MAX_FRAMES = 129
+
+
+@dataclass(frozen=True)
+class FrameRule:
+    """What a model asks of the frames of a clip."""
+
+    stride: int = VAE_FRAME_STRIDE
+    """A clip has a multiple of this plus one frames, so that its autoencoder makes whole latent frames."""
+    fps: float = 16.0
+    """The frames per second of the model's clips: 16 for Wan, 24 for HunyuanVideo, 30 for FramePack."""
+
+    def round_down(self, length: int) -> int:
+        """Round a number of frames down to one that the model takes."""
+        return (length - 1) // self.stride * self.stride + 1
+
+    def count_latent_frames(self, length: int) -> int:
+        """Count the latent frames of a clip of this length."""
+        return (length - 1) // self.stride + 1
 
 
 @dataclass(frozen=True)
@@ -20,29 +43,33 @@ class FrameSettings:
     frame_extraction: FrameExtraction = "head"
     frame_stride: int = 1
     frame_sample: int = 1
-    max_frames: int = 129
+    max_frames: int = DEFAULT_MAX_FRAMES
 
     @property
-    def rounded_target_frames(self) -> tuple[int, ...]:
-        """The lengths of windows, rounded down to what the autoencoder takes, each once, in ascending order."""
-        return tuple(sorted({round_to_latent_frames(length) for length in self.target_frames}))
+    def reads_head_only(self) -> bool:
+        """Whether all windows begin with the first frame; ``uniform`` with one sample is ``head``."""
+        return self.frame_extraction == "head" or (self.frame_extraction == "uniform" and self.frame_sample == 1)
+
+    def round_target_frames(self, rule: FrameRule) -> tuple[int, ...]:
+        """Return the lengths of windows, rounded down to what the model takes, each once, in ascending order."""
+        return tuple(sorted({rule.round_down(length) for length in self.target_frames}))
 
 
-def round_to_latent_frames(length: int) -> int:
-    """Round a number of frames down to a multiple of four plus one."""
-    return (length - 1) // VAE_FRAME_STRIDE * VAE_FRAME_STRIDE + 1
+DEFAULT_FRAME_RULE = FrameRule()
 
 
-def list_frame_windows(num_frames: int, settings: FrameSettings) -> list[tuple[int, int]]:
-    """List the windows of a video, each as its first frame and its length; a window longer than the video is left out.
+def list_frame_windows(
+    num_frames: int, settings: FrameSettings, rule: FrameRule = DEFAULT_FRAME_RULE
+) -> list[tuple[int, int]]:
+    """List the windows of a clip, each as its first frame and its length; a window longer than the clip is left out.
 
-    The frames are those left by ``select_frames``.
+    The frames are those at the rate of training: see ``RateConversion``.
     """
     if settings.frame_extraction == "full":
-        return [(0, round_to_latent_frames(min(num_frames, settings.max_frames)))] if num_frames else []
+        return [(0, rule.round_down(min(num_frames, settings.max_frames)))] if num_frames else []
     return [
         (start, length)
-        for length in settings.rounded_target_frames
+        for length in settings.round_target_frames(rule)
         if length <= num_frames
         for start in _iter_starts(num_frames, length, settings)
     ]
@@ -61,9 +88,9 @@ def _iter_starts(num_frames: int, length: int, settings: FrameSettings) -> Seque
 
 
 def select_frames(num_frames: int, source_fps: float, target_fps: float) -> list[tuple[int, int]]:
-    """Drop frames of a video that has more per second than the model; return those kept, with their numbers afterwards.
+    """Drop frames of a clip that has more per second than the model; return those kept, with their numbers afterwards.
 
-    A video with fewer frames per second keeps all of them, and its numbers skip.
+    A clip with fewer frames per second keeps all of them, and its numbers skip.
     """
     kept, position, previous = list[tuple[int, int]](), 0.0, -1
     for frame in range(num_frames):
@@ -73,3 +100,90 @@ def select_frames(num_frames: int, source_fps: float, target_fps: float) -> list
             kept.append((frame, number))
             previous = number
     return kept
+
+
+@dataclass(frozen=True)
+class RateConversion:
+    """How the frames of a clip become frames at the rate of training.
+
+    Without ``target_fps`` all frames are kept, as musubi-tuner does without ``source_fps``.  With ``source_fps`` they
+    are counted as musubi-tuner counts them, whatever the rate of the file is.  Otherwise their times count: each frame
+    of training is the one that the clip shows in the middle of its interval, so that a slower clip repeats frames.
+    """
+
+    target_fps: float | None = None
+    source_fps: float | None = None
+
+    def describe(self) -> str:
+        """Describe the conversion, as a part of cache keys."""
+        if self.target_fps is None:
+            return "all frames"
+        return f"{self.source_fps or 'timed'} to {self.target_fps}"
+
+
+@dataclass(frozen=True, slots=True)
+class ClipFrames:
+    """The frames of a clip: those of the file, and how they are converted; shared by all windows of the clip."""
+
+    num_frames: int
+    duration: Fraction  # in seconds; 0 for a folder of images, which has no times
+    rate: Fraction | None  # frames per second; None if it varies, or for a folder of images
+    first_pts: int = 0  # the timestamp of the first frame, in units of the stream
+    conversion: RateConversion = RateConversion()
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether frames are chosen by their times."""
+        return self.conversion.target_fps is not None and self.conversion.source_fps is None and self.duration > 0
+
+    def count_frames(self, settings: FrameSettings, rule: FrameRule = DEFAULT_FRAME_RULE) -> int:
+        """Count the frames at the rate of training; of ``head``, no more than the longest window has."""
+        limit = max(settings.round_target_frames(rule), default=0) if settings.reads_head_only else None
+        if self.is_timed:
+            count = max(1, math.ceil(self.duration * Fraction(self.conversion.target_fps or 1) - Fraction(1, 2)))
+            return count if limit is None else min(count, limit)
+        if limit is None:
+            return len(self._list_kept())
+        return sum(number < limit for _, number in self._list_kept())
+
+    def _list_kept(self) -> Sequence[tuple[int, int]]:
+        source, target = self.conversion.source_fps, self.conversion.target_fps
+        if source is None or target is None:
+            return [(frame, frame) for frame in range(self.num_frames)]
+        return select_frames(self.num_frames, source, target)
+
+    def list_source_frames(self, start: int, length: int, times: Sequence[Fraction] = ()) -> list[int]:
+        """List the frames of the file that are shown at ``length`` frames of training from ``start`` on.
+
+        ``times`` are those of all frames since the first, in seconds, if the rate of the clip varies.  Past the end the
+        last frame is repeated.
+        """
+        numbers, last = range(start, start + length), self.num_frames - 1
+        if not self.is_timed:
+            kept = self._list_kept()
+            return [kept[min(number, len(kept) - 1)][0] for number in numbers]
+        middles = [(number + Fraction(1, 2)) / Fraction(self.conversion.target_fps or 1) for number in numbers]
+        if self.rate is not None:
+            return [min(math.ceil(middle * self.rate) - 1, last) for middle in middles]
+        return [max(_find_last_before(times, middle), 0) for middle in middles]
+
+
+def _find_last_before(times: Sequence[Fraction], moment: Fraction) -> int:
+    return bisect_left(times, moment) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class FrameWindow:
+    """The frames of a clip that are one sample, among those at the rate of training."""
+
+    start: int
+    length: int
+    clip: ClipFrames
+
+    @property
+    def last(self) -> int:
+        return self.start + self.length - 1
+
+    def list_facts(self) -> tuple[str | int, ...]:
+        """List all that decides the frames of a given file."""
+        return ("frames", self.start, self.length, self.clip.conversion.describe())

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Pixels = NDArray[np.uint8]
-"""The pixels of an RGB image: (height, width, 3)."""
+"""The pixels of an RGB image: (height, width, 3); of the frames of a clip: (frames, height, width, 3)."""
 
 _MAX_UINT16 = 65535
 

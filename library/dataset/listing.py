@@ -22,6 +22,7 @@ class ListedImage:
     subset: int
     problem: Problem | None = None  # a problem with the caption
     controls: tuple[ImageRef, ...] = ()  # control images that a metadata file lists
+    is_clip: bool = False  # a video file, or a folder of its frames
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,13 @@ class SubsetListing:
             return next(iter(self.caption_sources), self.expected_source)
         return ", ".join(f"{count} {source}" for source, count in self.caption_sources.most_common())
 
+    has_clips: bool = False  # video files or folders of frames instead of images
+
+    @property
+    def noun(self) -> str:
+        """What the subset has, for messages."""
+        return "clip" if self.has_clips else "image"
+
     def add_image(self, image: ImageRef, name: str, caption: ImageCaption, controls: tuple[ImageRef, ...] = ()) -> None:
         """Add an image; messages about it use ``name``."""
         text = self.subset.class_tokens or ""
@@ -77,6 +85,7 @@ class SubsetListing:
                 subset=self.index,
                 problem=caption.problem,
                 controls=controls,
+                is_clip=self.has_clips,
             )
         )
 
@@ -111,7 +120,7 @@ class SubsetListing:
             tokens = self.subset.class_tokens
             fallback = f"the caption {tokens!r}" if tokens else "an empty caption"
             self.notes.append(
-                f"{location}: no {caption} for {len(self.uncaptioned)} of {format_count(len(self.images), 'image')},"
+                f"{location}: no {caption} for {len(self.uncaptioned)} of {format_count(len(self.images), self.noun)},"
                 f" using {fallback}: {format_first_names(self.uncaptioned)}"
             )
 

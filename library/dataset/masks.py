@@ -131,7 +131,7 @@ def _match_masks_in_dir(matches: MaskMatches, images: Sequence[ImageRef], image_
         elif names:
             matches.missing[image] = f"has several masks in {mask_dir}: {', '.join(names)}; keep one of them"
         else:
-            stem = image.name.rpartition(".")[0]
+            stem = image.name.rpartition(".")[0] or image.name
             matches.missing[image] = f"has no mask: no {stem}.png, or with another image extension, in {mask_dir}"
     unmatched = [name for names in masks_by_stem.values() for name in names if name not in matched]
     if unmatched:  # the mask of an image that exists but is not selected is no problem
@@ -163,7 +163,7 @@ def list_image_names(directory: Path) -> list[str]:
 
 def normalize_stem(name: str) -> str:
     """Remove the extension; macOS decomposes accented letters in file names, and masks may come from elsewhere."""
-    return unicodedata.normalize("NFC", name.rpartition(".")[0])
+    return unicodedata.normalize("NFC", name.rpartition(".")[0] or name)  # a clip may be a folder
 
 
 @dataclass

@@ -19,6 +19,7 @@ from .caption_files import (
     resolve_column,
     split_lines,
 )
+from .clip_decoding import VIDEO_EXTENSIONS
 from .controls import CONTROL_COLUMN, ColumnsWithControls, is_control_column, sort_control_columns
 from .image_ref import ImageRef
 from .listing import IMAGE_EXTENSIONS, ImageCaption, SubsetListing
@@ -26,11 +27,14 @@ from .schema import SubsetConfig
 from .tables import read_parquet_metadata
 
 TABLE_EXTENSIONS = (".jsonl", ".csv", ".parquet")
-FILE_COLUMNS = ("image_path", "file_name")
-"""Columns of image paths: of sd-scripts and musubi-tuner, and of HF datasets."""
+VIDEO_COLUMN = "video_path"
+"""Column of the paths of clips, as in musubi-tuner: video files, or folders of images."""
+
+FILE_COLUMNS = ("image_path", "file_name", VIDEO_COLUMN)
+"""Columns of image paths: of sd-scripts and musubi-tuner, and of HF datasets; and that of clips."""
 
 _KOHYA_COLUMNS = ("caption", "tags")
-_UNSUPPORTED_COLUMNS = ("image_path_0", "video_path")
+_UNSUPPORTED_COLUMNS = ("image_path_0",)
 """Columns of musubi-tuner that change what is trained."""
 
 
@@ -123,6 +127,12 @@ class _Metadata:
     folders: Sequence[Path]
     caption_column: str | None  # None means the caption followed by the tags
     has_controls: bool = False  # entries list control images
+    has_clips: bool = False  # entries list clips
+
+    @property
+    def extensions(self) -> tuple[str, ...]:
+        """The extensions that a path in the file may leave out."""
+        return VIDEO_EXTENSIONS if self.has_clips else IMAGE_EXTENSIONS
 
 
 def list_metadata_images(subset: SubsetConfig, path: Path, dataset: int, index: int) -> SubsetListing:
@@ -133,12 +143,19 @@ def list_metadata_images(subset: SubsetConfig, path: Path, dataset: int, index: 
     except ValueError as error:
         listing.add_problem("metadata_file", str(error))
         return listing
+    listing.has_clips = metadata.has_clips
     if not metadata.entries:
         listing.add_problem("metadata_file", f"{path}: no images listed")
+    if metadata.has_clips and (problem := find_missing_frame_keys(subset)):
+        listing.problems.append(problem)
     if any(map(is_remote, metadata.folders)) or any(is_remote_url(entry.name) for entry in metadata.entries):
         prefetch_infos(path for entry in metadata.entries for path in _iter_candidates(entry.name, metadata, subset))
     for entry in metadata.entries:
-        image = _find_image(_iter_candidates(entry.name, metadata, subset))
+        if metadata.has_clips and is_remote_url(entry.name):
+            text = f"{entry.shown_name}: clips cannot be read from URLs"
+            listing.missing.append(Problem("", text, "download them", place=entry.location))
+            continue
+        image = _find_file(_iter_candidates(entry.name, metadata, subset), metadata)
         if image is None:
             listing.missing.append(Problem("", _describe_missing(entry.name, metadata, subset), place=entry.location))
             continue
@@ -181,7 +198,15 @@ def _read_metadata(subset: SubsetConfig, path: Path) -> _Metadata:
     # sd-scripts resolves paths from the working directory, HF datasets from the file
     folders = folders if name == "file_name" else [Path(), *folders]
     has_controls = any(map(is_control_column, table.columns))
-    return _Metadata(entries, folders, _resolve_captions(table.columns, subset, path), has_controls)
+    captions = _resolve_captions(table.columns, subset, path)
+    return _Metadata(entries, folders, captions, has_controls, has_clips=name == VIDEO_COLUMN)
+
+
+def find_missing_frame_keys(subset: SubsetConfig) -> Problem | None:
+    """Return the problem of a source of clips whose windows have no length."""
+    if subset.target_frames or subset.frame_extraction == "full":
+        return None
+    return subset.report("target_frames", "missing", "set the lengths of windows, such as target_frames = [81]")
 
 
 def resolve_file_column(table: MetadataTable, image_column: str | None) -> str:
@@ -233,7 +258,7 @@ def _find_controls(entry: _Entry, metadata: _Metadata, subset: SubsetConfig) -> 
     for column in sort_control_columns(cells):
         if not isinstance(cells[column], str):
             raise ValueError(f"{column}: expected a path, got {cells[column]!r}")
-        path = _find_image(_iter_candidates(cells[column], metadata, subset))
+        path = _find_file(_iter_candidates(cells[column], metadata, subset), metadata)
         if path is None:
             raise ValueError(f"{column}: {_describe_missing(cells[column], metadata, subset)}")
         found.append(ImageRef(path.parent, path.name))
@@ -248,12 +273,12 @@ def _iter_candidates(name: str, metadata: _Metadata, subset: SubsetConfig) -> It
         yield from (folder / name for folder in metadata.folders)
 
 
-def _find_image(candidates: Iterable[Path]) -> Path | None:
-    """Find the first file that exists, with or without its extension."""
+def _find_file(candidates: Iterable[Path], metadata: _Metadata) -> Path | None:
+    """Find the first file that exists, with or without its extension; a clip may be a folder of images."""
     for path in candidates:
-        if path.is_file():
+        if path.is_file() or (metadata.has_clips and path.is_dir()):
             return path
-        for extension in [] if is_remote(path) and not path.can_list else IMAGE_EXTENSIONS:  # each a request
+        for extension in [] if is_remote(path) and not path.can_list else metadata.extensions:  # each a request
             if (longer := path.with_name(path.name + extension)).is_file():
                 return longer
     return None

@@ -13,6 +13,8 @@ from .schema import DATASET_KEYS, DatasetConfig
 MUSUBI_SUBSET_KEYS: Mapping[str, str] = {
     "image_directory": "image_dir",
     "image_jsonl_file": "metadata_file",
+    "video_directory": "video_dir",
+    "video_jsonl_file": "metadata_file",
     "control_directory": "control_directory",
 }
 """musubi-tuner's names of subset keys; its datasets have no subsets and contain these keys themselves."""
@@ -25,21 +27,22 @@ RENAMED_DATASET_KEYS: Mapping[str, str] = {
 """The current keys by their earlier names in musubi-tuner."""
 
 VIDEO_SOURCE_KEYS = ("video_directory", "video_jsonl_file")
+SOURCE_KEYS = ("image_directory", "image_jsonl_file", *VIDEO_SOURCE_KEYS)
+"""musubi-tuner's names of the source of a dataset."""
+
 VIDEO_KEYS = ("target_frames", "frame_extraction", "frame_stride", "frame_sample", "max_frames", "source_fps")
 """Keys that choose the frames of videos."""
 
 ONE_FRAME_KEYS = ("fp_latent_window_size", "fp_1f_clean_indices", "fp_1f_target_index", "fp_1f_no_post")
 """Keys that only FramePack and Wan read; musubi-tuner ignores them for other models."""
 
-_KEYS_OF_MUSUBI_ALONE = frozenset(
-    ("image_directory", "image_jsonl_file", *VIDEO_SOURCE_KEYS, *VIDEO_KEYS, *ONE_FRAME_KEYS, "multiple_target")
-)
+_KEYS_OF_MUSUBI_ALONE = frozenset((*SOURCE_KEYS, *ONE_FRAME_KEYS, "multiple_target"))
 _SHARED_KEYS = frozenset("resolution batch_size num_repeats enable_bucket bucket_no_upscale caption_extension".split())
 _OWN_KEYS_BESIDE_MUSUBI = frozenset(
     "control_resolution no_resize_control control_directory cache_directory recursive include exclude image_column"
     " caption_column control_from_image weight resolution_schedule from_step to_step".split()
 )
-MUSUBI_KEYS = _SHARED_KEYS | _OWN_KEYS_BESIDE_MUSUBI | MUSUBI_SUBSET_KEYS.keys()
+MUSUBI_KEYS = _SHARED_KEYS | _OWN_KEYS_BESIDE_MUSUBI | MUSUBI_SUBSET_KEYS.keys() | {*VIDEO_KEYS}
 """The keys of files in musubi-tuner's format that are read here."""
 
 _BUCKET_KEYS = frozenset(
@@ -50,15 +53,15 @@ _OWN_BUCKET_KEYS = frozenset({"bucket_mode", "bucket_max_crop", "bucket_min_imag
 MUSUBI_RESOLUTION = Resolution(960, 544)
 """The resolution of datasets that set none."""
 
+MUSUBI_TARGET_FRAMES = (1,)
+"""The lengths of windows of datasets that set none."""
+
 MUSUBI_BUCKET_STEP = 16
 """Sides of musubi-tuner's buckets are multiples of this, or of what the model needs: 32 for HiDream-O1."""
 
-_VIDEO_MODELS = "which are for models that are not here (Wan, HunyuanVideo, FramePack, Kandinsky 5)"
 _UNSUPPORTED_MUSUBI_KEYS: Mapping[str, str] = {
     "skip_corrupted_cache": "not supported yet: this key of musubi-tuner",
     "multiple_target": "not supported yet: several target images, for layered models",
-    **dict.fromkeys(VIDEO_KEYS, f"only for videos, {_VIDEO_MODELS}"),
-    **dict.fromkeys(VIDEO_SOURCE_KEYS, f"videos, {_VIDEO_MODELS}"),
 }
 
 
@@ -69,7 +72,7 @@ def explain_unsupported_musubi_key(name: str) -> str | None:
 
 def is_musubi_dataset(table: Mapping[str, Any]) -> bool:
     """Whether a ``[[datasets]]`` table is written as musubi-tuner's: without subsets, with the keys of one itself."""
-    return "subsets" not in table and any(name in table for name in (*MUSUBI_SUBSET_KEYS, *VIDEO_SOURCE_KEYS))
+    return "subsets" not in table and any(name in table for name in MUSUBI_SUBSET_KEYS)
 
 
 def find_musubi_key(document: Mapping[str, Any]) -> KeyPath | None:
@@ -87,7 +90,7 @@ def find_mixed_keys(document: Mapping[str, Any]) -> list[KeyPath]:
         name, is_of_subset = path[-1], len(path) > 3
         if is_of_subset and name in DATASET_KEYS and not any(other[:3] == path[:3] for other in found):
             found.append(path)
-        elif not is_of_subset and name in DATASET_KEYS and name not in _SHARED_KEYS | _OWN_KEYS_BESIDE_MUSUBI:
+        elif not is_of_subset and name in DATASET_KEYS and name not in MUSUBI_KEYS:
             found.append(path)
     subsets = [
         ("datasets", index, "subsets")

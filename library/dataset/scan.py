@@ -91,6 +91,15 @@ def _describe_large_file(size: int) -> ImageDefect:
 
 
 @dataclass(frozen=True)
+class InPlaceInspection(Generic[T]):
+    """The functions that inspect a file too large to be read as a whole, or a folder of files."""
+
+    stat: Callable[[str], FileStamp | ImageDefect]
+    hash: Callable[[ImageRef], str]
+    inspect: Callable[[ImageRef, str], T]  # the reference and the content hash
+
+
+@dataclass(frozen=True)
 class Inspector(Generic[T]):
     """The functions that inspect an image, and that write the result to the cache and read it back."""
 
@@ -100,6 +109,7 @@ class Inspector(Generic[T]):
     fail: Callable[[ImageDefect], T]  # the result for a file that cannot be read
     pack: Callable[[T], list[Any]]
     unpack: Callable[[list[Any], str], T]
+    in_place: InPlaceInspection[T] | None = None  # instead of ``inspect``
 
 
 @dataclass
@@ -198,7 +208,8 @@ class _Scan(Generic[T]):
         path = os.path.join(task.image.folder, task.image.file)
         if path not in stamps:
             remote = task.image.path if is_remote(task.image.folder) else None
-            stamps[path] = stat_file(path) if remote is None else stat_remote_file(remote)
+            stat_local = self.inspector.in_place.stat if self.inspector.in_place else stat_file
+            stamps[path] = stat_local(path) if remote is None else stat_remote_file(remote)
         stamp = stamps[path]
         if isinstance(stamp, ImageDefect):
             return _Outcome(task, self.inspector.fail(stamp), None)
@@ -208,6 +219,7 @@ class _Scan(Generic[T]):
             if result is not None:
                 return _Outcome(task, result, cached)
         length = task.image.part.length if task.image.part else stamp[0]
+        length = 0 if self.inspector.in_place else length
         if length > MAX_FILE_BYTES:
             return _Outcome(task, self.inspector.fail(_describe_large_file(length)), None)
         try:
@@ -219,12 +231,16 @@ class _Scan(Generic[T]):
             return _Outcome(task, self.inspector.fail(describe_read_error(error)), None)
 
     def _read_image(self, task: _Task, stamp: FileStamp) -> _Outcome[T]:
-        data = task.image.read_bytes()
-        content = hash_bytes(data)
+        in_place = self.inspector.in_place
+        data = b"" if in_place else task.image.read_bytes()
+        content = in_place.hash(task.image) if in_place else hash_bytes(data)
         facts = task.cache.find_facts(content)
         result = self._unpack(facts, content) if facts is not None else None
         if result is None:
-            result = self.inspector.inspect(data, content, self.large_image_lock)
+            if in_place:
+                result = in_place.inspect(task.image, content)
+            else:
+                result = self.inspector.inspect(data, content, self.large_image_lock)
             facts = self.inspector.pack(result)
         has_tag = is_remote(task.image.folder) and stamp[2] != 0  # which changes with the content
         is_settled = has_tag or max(stamp[1], stamp[2]) < self.started - SETTLED_AFTER_NS

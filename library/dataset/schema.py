@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from ..config.option_needs import IsSet
+from ..config.option_needs import HasValue, IsSet, LacksValue, Needs
 from ..config.options import ALWAYS, Option, define_option, iter_options
 from ..config.schema import RunConfig
 from ..config.schema_data import DataConfig
@@ -14,6 +14,7 @@ from ..problems import Place, Problem
 from ..storage.remote_path import build_remote_path, is_remote_url, strip_query
 from ..storage.remote_store import RemoteSettings, RemoteStore
 from .caption_files import DEFAULT_EXTENSION
+from .frame_windows import DEFAULT_MAX_FRAMES, FrameExtraction, FrameRule, FrameSettings, RateConversion
 
 GENERAL_TABLE, DATASET_TABLE, SUBSET_TABLE = "[general]", "[[datasets]]", "[[datasets.subsets]]"
 DatasetFormat = Literal["sd-scripts", "musubi-tuner"]
@@ -40,7 +41,7 @@ class _LocatedKeys:
 
 @dataclass(frozen=True)
 class SubsetConfig(_LocatedKeys):
-    """One source of images (folder, metadata file, parquet files or tar shards) with its settings."""
+    """One source of images or clips (folder, metadata file, parquet files or tar shards) with its settings."""
 
     image_dir: str | None
     metadata_file: str | None
@@ -84,12 +85,38 @@ class SubsetConfig(_LocatedKeys):
     dataset_file: Path | None = field(compare=False)
     locations: Mapping[str, Place] = field(compare=False, repr=False)  # of each key; "" for the subset itself
     control_from_image: str | None = None
+    video_dir: str | None = None
+    target_frames: tuple[int, ...] = ()
+    frame_extraction: FrameExtraction = "head"
+    frame_stride: int = 1
+    frame_sample: int = 1
+    max_frames: int = DEFAULT_MAX_FRAMES
+    source_fps: float | None = None
+    keeps_all_frames: bool = False  # without source_fps, as in musubi-tuner; not a key of the file
     uses_musubi_captions: bool = False  # captions of several lines, and no images without one; not a key of the file
     conditioning_is_control: bool = False  # without --masked_loss, conditioning_data_dir has control images
     remote: RemoteStore = field(default_factory=RemoteStore, compare=False, repr=False)  # reads URLs; not a key
 
     def resolve_image_dir(self) -> Path | None:
-        return self._resolve(self.image_dir)
+        """Return the folder of the images, or of the clips."""
+        return self._resolve(self.image_dir if self.video_dir is None else self.video_dir)
+
+    @property
+    def frame_settings(self) -> FrameSettings:
+        """The keys that choose the frames of clips."""
+        return FrameSettings(
+            target_frames=self.target_frames,
+            frame_extraction=self.frame_extraction,
+            frame_stride=self.frame_stride,
+            frame_sample=self.frame_sample,
+            max_frames=self.max_frames,
+        )
+
+    def build_rate_conversion(self, rule: FrameRule) -> RateConversion:
+        """Build the conversion of clips to the rate of a model."""
+        if self.source_fps is None and self.keeps_all_frames:
+            return RateConversion()
+        return RateConversion(rule.fps, self.source_fps)
 
     def resolve_metadata_file(self) -> Path | None:
         return self._resolve(self.metadata_file)
@@ -127,14 +154,14 @@ class SubsetConfig(_LocatedKeys):
     @property
     def source_key(self) -> str:
         """The key that sets the source of the images."""
-        keys = ("parquet", "webdataset", "metadata_file")
+        keys = ("parquet", "webdataset", "metadata_file", "video_dir")
         return next((key for key in keys if getattr(self, key)), "image_dir")
 
     @property
     def source(self) -> str:
         """The source of the images as written in the file."""
         shards = self.parquet or self.webdataset
-        return ", ".join(map(strip_query, shards or (str(self.metadata_file or self.image_dir),)))
+        return ", ".join(map(strip_query, shards or (str(self.metadata_file or self.video_dir or self.image_dir),)))
 
 
 @dataclass(frozen=True)
@@ -231,6 +258,14 @@ class _DatasetKeys:
     )
 
 
+_HAS_CLIPS = (IsSet("has_clips", "no subset here has clips", "clips"),)
+
+
+def _of_extraction(name: FrameExtraction) -> Needs:
+    """Return the needs of a key that one way to cut clips reads."""
+    return (*_HAS_CLIPS, HasValue("frame_extraction", (name,)))
+
+
 @dataclass(frozen=True)
 class _SharedKeys:
     class_tokens: str | None = define_option(None, "caption of images without one", needs=ALWAYS)
@@ -249,11 +284,36 @@ class _SharedKeys:
     exclude: tuple[str, ...] = define_option((), "skip images whose path matches one of these patterns", needs=ALWAYS)
     image_column: str | None = define_option(None, "column of images, or of their file names", needs=ALWAYS)
     caption_column: str | None = define_option(None, "column of captions", needs=ALWAYS)
+    target_frames: tuple[int, ...] = define_option(
+        (),
+        "lengths of the windows that are cut out of each clip",
+        minimum=1,
+        needs=(*_HAS_CLIPS, LacksValue("frame_extraction", ("full",))),
+    )
+    frame_extraction: FrameExtraction = define_option(  # noqa: RUF009
+        "head",
+        "windows of a clip: its beginning, consecutive, overlapping or evenly spread ones, or the whole clip",
+        needs=_HAS_CLIPS,
+    )
+    frame_stride: int = define_option(
+        1, "slide: frames from one window to the next", minimum=1, needs=_of_extraction("slide")
+    )
+    frame_sample: int = define_option(1, "uniform: number of windows", minimum=1, needs=_of_extraction("uniform"))
+    max_frames: int = define_option(
+        DEFAULT_MAX_FRAMES, "full: the most frames of a clip", minimum=1, needs=_of_extraction("full")
+    )
+    source_fps: float | None = define_option(
+        None,
+        "frames per second of all clips, by which frames are counted and dropped as musubi-tuner does",
+        minimum=0.001,
+        needs=_HAS_CLIPS,
+    )
 
 
 @dataclass(frozen=True)
 class _SubsetKeys:
     image_dir: str | None = define_option(None, "folder of images", needs=ALWAYS)
+    video_dir: str | None = define_option(None, "folder of video files, for models that make videos", needs=ALWAYS)
     metadata_file: str | None = define_option(
         None, ".json, .jsonl, .csv or .parquet file of image paths and captions", needs=ALWAYS
     )

@@ -16,6 +16,7 @@ from .controls import CONTROLS_FROM_IMAGE
 from .dataset_config import can_load_datasets, load_dataset_config
 from .file_discovery import describe_missing_path, describe_missing_url
 from .masks import get_mask_source
+from .metadata_file import find_missing_frame_keys
 from .musubi_format import set_musubi_bucket_steps
 from .resolution_stages import build_stages, expand_resolution_schedule
 from .schema import DATASET_KEYS, DatasetConfig, SubsetConfig
@@ -55,6 +56,7 @@ def validate_dataset_config(
         *validate_repeats(datasets),
         *validate_masks(datasets),
         *validate_control_settings(datasets),
+        *validate_clip_settings(datasets),
         *validate_latent_caching(datasets, cache or CacheConfig()),
         *validate_stages(datasets, train),
     ]
@@ -68,7 +70,7 @@ def validate_paths(datasets: Sequence[DatasetConfig]) -> Iterator[Problem]:
             fix = "files are written to folders only, such as one that mounts the bucket"
             yield subset.report("cache_directory", f"{cache_directory} is a URL", fix)
         paths = (
-            ("image_dir", subset.resolve_image_dir(), "folder"),
+            ("image_dir" if subset.video_dir is None else "video_dir", subset.resolve_image_dir(), "folder"),
             ("conditioning_data_dir", subset.resolve_mask_dir(), "folder"),
             (subset.control_key or "control_directory", subset.resolve_control_dir(), "folder"),
             ("metadata_file", subset.resolve_metadata_file(), "file"),
@@ -161,6 +163,7 @@ def _find_kinds_of_images(dataset: DatasetConfig, subset: SubsetConfig) -> dict[
     return {
         "mask_source": get_mask_source(subset),
         "has_controls": _can_have_controls(subset),
+        "has_clips": _can_have_clips(subset),
         "has_native_stage": schedule is not None and schedule.has_native,
         "file_format": dataset.file_format,
         "is_remote": has_table or is_remote(subset.resolve_image_dir()) or any(map(is_remote_url, subset.webdataset)),
@@ -206,6 +209,45 @@ def validate_control_settings(datasets: Sequence[DatasetConfig]) -> Iterator[Pro
         if subset.control_directory is not None and subset.conditioning_is_control:
             fix = "remove one of the two, or set --masked_loss if it has masks"
             yield subset.report("conditioning_data_dir", "control_directory is set too", fix)
+
+
+_KEYS_FOR_IMAGES_ONLY = {
+    "alpha_mask": "clips have no alpha channel here; put a mask for all frames into conditioning_data_dir",
+    "color_aug": "changes each frame in another way",
+    "control_from_image": "makes control images of single images",
+}
+"""Subset keys that clips do not support, and why."""
+
+
+def _can_have_clips(subset: SubsetConfig) -> bool:
+    return bool(subset.video_dir or subset.metadata_file)
+
+
+def validate_clip_settings(datasets: Sequence[DatasetConfig]) -> Iterator[Problem]:
+    """Yield problems of folders of clips: keys that only images have, missing lengths, and URLs."""
+    for subset in _iter_subsets(datasets):
+        if subset.video_dir is None:
+            continue
+        if is_remote(subset.resolve_image_dir()):
+            yield subset.report("video_dir", "clips cannot be read from URLs", "download them")
+        for key, reason in _KEYS_FOR_IMAGES_ONLY.items():
+            if getattr(subset, key):
+                yield subset.report(key, reason, "remove it for clips")
+        if problem := find_missing_frame_keys(subset):
+            yield problem
+
+
+def find_clips_for_image_models(datasets: Sequence[DatasetConfig], title: str, video_models: str) -> list[Problem]:
+    """Find the folders of clips of a run whose model makes images only."""
+    subsets = [subset for subset in _iter_subsets(datasets) if subset.video_dir is not None]
+    return [report_clips(subset, title, video_models) for subset in subsets]
+
+
+def report_clips(subset: SubsetConfig, title: str = "this model", video_models: str = "") -> Problem:
+    """Build the problem of clips for a model that makes images only."""
+    models = f" ({video_models})" if video_models else ""
+    fix = f"choose a model of videos{models}, or train single frames as images"
+    return subset.report(subset.source_key, f"{title} makes images, not videos", fix)
 
 
 def _can_have_controls(subset: SubsetConfig) -> bool:

@@ -47,9 +47,10 @@ UNSUPPORTED_KEYS_BY_KIND: Mapping[DatasetKind, tuple[str, ...]] = {
 """Subset keys that sd-scripts rejects for a kind of dataset."""
 
 _KIND_KEYS: Mapping[DatasetKind, str] = {"finetuning": "metadata_file", "controlnet": "conditioning_data_dir"}
-_SOURCE_KEYS = ("image_dir", "parquet", "webdataset")
+_SOURCE_KEYS = ("image_dir", "parquet", "webdataset", "video_dir")
 _UNSUPPORTED_KEYS_BY_SOURCE: Mapping[str, tuple[str, ...]] = {
     "image_dir": ("control_column",),
+    "video_dir": ("metadata_file", "control_column", "cache_info"),
     "parquet": ("metadata_file", "conditioning_data_dir", "control_directory", "cache_info", "caption_extension"),
     "webdataset": ("metadata_file", "conditioning_data_dir", "control_directory", "cache_info", "control_column"),
 }
@@ -57,6 +58,7 @@ _UNSUPPORTED_KEYS_BY_SOURCE: Mapping[str, tuple[str, ...]] = {
 
 _UNSUPPORTED_EXTRA_KEYS_BY_SOURCE: Mapping[str, tuple[str, ...]] = {
     "image_dir": (),
+    "video_dir": (),
     "parquet": ("include", "exclude"),
     "webdataset": ("include", "exclude", "image_column"),
     "metadata_file": ("include", "exclude", "recursive"),
@@ -208,7 +210,8 @@ def _validate_duplicate_sources(subsets: Sequence[Mapping[str, LocatedValue]]) -
     for subset in subsets:
         if subset["include"].value or subset["exclude"].value:
             continue  # parts of one folder; overlaps are found when the images are listed
-        key = "metadata_file" if _infer_subset_kind(subset) == "finetuning" else "image_dir"
+        key = "video_dir" if subset["video_dir"].value else "image_dir"
+        key = "metadata_file" if _infer_subset_kind(subset) == "finetuning" else key
         value, location = subset[key].value, subset[key].location
         if not value or location is None:
             continue

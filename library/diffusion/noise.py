@@ -3,6 +3,7 @@
 Random numbers are drawn on the CPU, so they are the same for every device; what depends on the latents runs on theirs.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -53,10 +54,14 @@ def apply_noise_offset(
 
 
 def apply_pyramid_noise(noise: Tensor, config: NoiseConfig, generators: Sequence[torch.Generator]) -> Tensor:
-    """Add noise of ever lower resolution, discounted by ``multires_noise_discount`` per level; normalize to std 1."""
+    """Add noise of ever lower resolution, discounted by ``multires_noise_discount`` per level; normalize to std 1.
+
+    Each channel, and each frame of a clip, has its own.
+    """
     height, width = noise.shape[-2:]
-    layers = torch.stack([_sample_pyramid_noise(noise.shape[1], height, width, config, each) for each in generators])
-    noise = noise + layers.to(noise, non_blocking=True)
+    channels = math.prod(noise.shape[1:-2])
+    layers = torch.stack([_sample_pyramid_noise(channels, height, width, config, each) for each in generators])
+    noise = noise + layers.view_as(noise).to(noise, non_blocking=True)
     return noise / _expand_dims_like(noise.flatten(1).std(1), noise)
 
 

@@ -16,6 +16,7 @@ from ..dataloader.augment import Augmenter
 from ..dataloader.prepare import PreparedData
 from ..dataloader.run_plan import RunPlan
 from ..dataloader.sample_prompts import load_preview_prompts
+from ..dataset.frame_windows import FrameRule
 from ..models.model_configs import EncodedSizes
 
 BYTES_PER_ELEMENT = {"float": 4, "fp16": 2, "bf16": 2}
@@ -46,19 +47,27 @@ class CacheEstimate:
 
 
 def estimate_latent_cache(
-    cache: CacheConfig, prepared: PreparedData, seed: int, run_plan: RunPlan, sizes: EncodedSizes | None
+    cache: CacheConfig,
+    prepared: PreparedData,
+    seed: int,
+    run_plan: RunPlan,
+    sizes: EncodedSizes | None,
+    frame_rule: FrameRule | None = None,
 ) -> CacheEstimate:
-    """Estimate the latents of all images, validation images included."""
+    """Estimate the latents of all images, validation images included; ``frame_rule`` is that of a model of videos."""
     prepared = prepared.merge_validation()
     latent_keys = build_latent_keys(Augmenter(prepared.manifest, prepared.assignments, seed, run_plan.steps), "")
     distinct = np.unique(latent_keys.keys, return_index=True)[1]
     num_bytes = None
     if sizes is not None:
         indices, augmenter = latent_keys.sample_indices[distinct].tolist(), prepared.build_static_augmenter()
-        resolutions = [prepared.assignments[index].bucket_resolution for index in indices]
-        controls = [each.bucket_resolution for index in indices for each in augmenter.assign_controls(index)]
-        elements = sum(map(sizes.count_moment_elements, resolutions))
-        elements += sum(map(sizes.count_moment_elements, controls)) // 2  # only their mean
+        elements = 0
+        for index in indices:
+            num_frames = prepared.manifest.samples[index].num_frames
+            frames = 1 if frame_rule is None else frame_rule.count_latent_frames(num_frames)
+            elements += sizes.count_moment_elements(prepared.assignments[index].bucket_resolution, frames)
+            controls = (each.bucket_resolution for each in augmenter.assign_controls(index))
+            elements += sum(sizes.count_moment_elements(size, frames) // 2 for size in controls)  # only their mean
         num_bytes = BYTES_PER_ELEMENT[cache.cache_precision] * elements
     directories = _list_directories(cache, prepared) if cache.cache_latents_to_disk else ()
     return CacheEstimate("latents", len(distinct), num_bytes, False, directories)

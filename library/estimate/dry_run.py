@@ -11,6 +11,7 @@ from ..config import RunConfig
 from ..dataloader.batch_plan import PlannedStage, get_planned_stages
 from ..dataloader.prepare import PreparedData, prepare_data
 from ..dataloader.run_plan import RunPlan
+from ..dataset.frame_windows import DEFAULT_FRAME_RULE
 from ..dataset.validate import find_sizes_for_some_models
 from ..models.detect import (
     DetectedModel,
@@ -105,7 +106,9 @@ def build_dry_run(config: RunConfig, data_parallel_size: int) -> DryRun:
         text_components = list_cached_text_components(config.adapter, config.optim, family.facts)
         cached = text_components if config.cache.caches_text_outputs else ()
         read_initial_weights(config.adapter, family, detected, cached_components=cached)
-    limits = build_control_limits(detected)
+    limits, facts = build_control_limits(detected), get_family_facts(detected.family)
+    # without a model, a plan shows the windows of most models of videos
+    frame_rule = DEFAULT_FRAME_RULE if detected.is_built_in else facts.pipeline.frames
     prepared = prepare_data(
         config.data,
         detected.size_multiple,
@@ -113,6 +116,7 @@ def build_dry_run(config: RunConfig, data_parallel_size: int) -> DryRun:
         model=detected.short_name,
         control_limits=limits,
         max_side=detected.max_side,
+        frame_rule=frame_rule,
     )
     notes = (
         list(find_sizes_for_some_models(prepared.manifest.datasets, list_size_multiples()))
@@ -121,8 +125,7 @@ def build_dry_run(config: RunConfig, data_parallel_size: int) -> DryRun:
     )
     plan = RunPlan.from_config(prepared.build_batch_plan(data_parallel_size, config.train), config.train, config.optim)
     arguments = config.cache, prepared, config.train.seed, plan, read_encoded_sizes(get_config_reader(detected))
-    estimates = [estimate_latent_cache(*arguments)] if config.cache.caches_latents else []
-    facts = get_family_facts(detected.family)
+    estimates = [estimate_latent_cache(*arguments, frame_rule)] if config.cache.caches_latents else []
     if config.cache.caches_text_outputs:
         settings = config.preview, config.distributed.mixed_precision, facts.control.text_tokens_per_image
         estimates.append(estimate_caption_cache(*arguments, *settings))

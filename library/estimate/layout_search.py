@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..config.schema_data import DataConfig
-from ..dataloader.batch_plan import AnyBatchPlan
+from ..dataloader.batch_plan import AnyBatchPlan, format_bucket_size
 from ..errors import ConfigError
 from ..models.detect import DetectedModel
 from ..models.families import FAMILIES
@@ -43,11 +43,11 @@ class LayoutReport:
 
     def format_text(self) -> str:
         """Format one page: layouts that fit, how much memory the others lack, and what would help if none fits."""
-        devices, (width, height), count = self.devices, self.batch.size, len(self.batch.captions)
+        devices, size, count = self.devices, self.batch.size, len(self.batch.captions)
         precision = self.estimates[0].layout.config.distributed.mixed_precision or "no"
         lines = [
             f"{devices.count} x {devices.memory / GB:.4g} GB, mixed_precision {precision},"
-            f" largest micro-batch {count} x {width}x{height}"
+            f" largest micro-batch {count} x {format_bucket_size(size, self.batch.num_frames)}"
         ]
         if fitting := [estimate for estimate in self.estimates if self.fits(estimate)]:
             lines += ["layouts that fit, fastest first (peak GB of the fullest GPU):", *_format_table(fitting)]
@@ -147,13 +147,18 @@ def find_training_batch(dry_run: DryRun, data: DataConfig) -> LargestBatch:
 def find_largest_batch(plan: AnyBatchPlan, captions: Iterable[str]) -> LargestBatch:
     """Combine the bucket with the most pixels per micro-batch and the longest captions."""
     buckets = [bucket for bucket in plan.buckets if len(bucket.sample_indices)]
-    shapes = {(bucket.batch_size, (bucket.resolution, *bucket.control_resolutions)) for bucket in buckets}
-    pixels_by_shape = {shape: shape[0] * sum(width * height for width, height in shape[1]) for shape in shapes}
+    shapes = {
+        (bucket.batch_size, (bucket.resolution, *bucket.control_resolutions), bucket.num_frames) for bucket in buckets
+    }
+    pixels_by_shape = {
+        shape: shape[0] * sum(width * height for width, height in shape[1]) * shape[2] for shape in shapes
+    }
     pixels = sorted(pixels_by_shape.values(), reverse=True)
-    count, (size, *control_sizes) = max(shapes, key=pixels_by_shape.__getitem__)
+    count, (size, *control_sizes), num_frames = max(shapes, key=pixels_by_shape.__getitem__)
     longest = sorted(set(captions), key=len, reverse=True)
     buffered_shapes = sum(pixels[:MAX_BUFFERED_SHAPES]) / pixels[0]
-    return LargestBatch(size, tuple((longest * count)[:count]), buffered_shapes, tuple(control_sizes))
+    captions = tuple((longest * count)[:count])
+    return LargestBatch(size, captions, buffered_shapes, tuple(control_sizes), num_frames=num_frames)
 
 
 def estimate_layouts(

@@ -62,6 +62,8 @@ class LargestBatch:
     """Width and height of each control image."""
     can_be_split: bool = False
     """Whether ``train_batch_size`` sets it, and no dataset file."""
+    num_frames: int = 1
+    """The frames of each sample; 1 for images."""
 
 
 @dataclass(frozen=True)
@@ -537,7 +539,8 @@ class MetaRun:
                 self.family.encode_prompts_on_meta(self.pipe, batch.captions[: cache.text_encoder_batch_size])
             self.encoding_peaks["text"] = meter.peak
         with torch.no_grad(), self._measure(self._models, dtype=None) as meter:  # the VAE runs in float32
-            pixels = torch.empty(min(count, cache.vae_batch_size), 3, height, width, device=META)
+            frames = (batch.num_frames,) if batch.num_frames > 1 else ()
+            pixels = torch.empty(min(count, cache.vae_batch_size), 3, *frames, height, width, device=META)
             latents = self.family.encode_moments(self.pipe, pixels).mean_and_std
         self.encoding_peaks["vae"] = meter.peak
         moments = Moments(latents.new_empty(count, *latents.shape[1:]))
@@ -546,7 +549,7 @@ class MetaRun:
         fields = (None, batch.captions, size_conditioning, loss_weights, positions, keys)
         factor = height // latents.shape[-2]
         controls = tuple(
-            latents.new_empty(count, latents.shape[2], high // factor, wide // factor)
+            latents.new_empty(count, *latents.shape[2:-2], high // factor, wide // factor)
             for wide, high in batch.control_sizes
         )
         return PixelBatch(*fields, moments=moments, cond=cond, control_latents=controls)

@@ -140,6 +140,11 @@ def build_control_limits(model: DetectedModel) -> ControlLimits:
     return ControlLimits(*facts.control.num_images, facts.title, ", ".join(titles))
 
 
+def list_video_models() -> str:
+    """List the titles of the families that are trained on clips."""
+    return ", ".join(facts.title for facts in FAMILY_FACTS.values() if facts.pipeline.frames is not None)
+
+
 def list_size_multiples() -> dict[str, int]:
     """The size multiple of the published model of each family, by title."""
     return {facts.title: get_size_multiple(family) for family, facts in FAMILY_FACTS.items()}

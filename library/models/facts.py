@@ -13,6 +13,7 @@ from ..adapters.original_module_names import CLIP_KEYS, DIFFUSERS_KEYS, KeyStyle
 from ..adapters.token_layout import TokenLayout
 from ..config.network_args import GENERAL_NETWORK, NetworkFacts
 from ..config.schema import ModelConfig
+from ..dataset.frame_windows import FrameRule
 from ..problems import Problem
 from .model_configs import ConfigReader
 from .training_noise import AS_SAMPLED, TrainingNoiseFacts
@@ -47,6 +48,8 @@ class PipelineFacts:
     """The components that predict the noise: ``unet`` or ``transformer``; the first is trained."""
     kind: Literal["image", "edit", "video"] = "image"
     """The kind of output: images from text, edited images, or videos."""
+    frames: FrameRule | None = None
+    """What a model of videos asks of the frames of clips; None: it makes images, and is trained on images only."""
     num_parameters: int = 0
     """Number of parameters of the published denoiser; of its largest size, if there are several."""
     hub_id: str = ""

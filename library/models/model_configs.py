@@ -176,9 +176,10 @@ class EncodedSizes:
     text_elements: int  # the most elements that one caption's tensors have
     text_width: int  # elements of one token
 
-    def count_moment_elements(self, size: tuple[int, int]) -> int:
-        """Elements of the mean and standard deviation of an image of this size in pixels."""
-        return 2 * self.latent_channels * (size[0] // self.vae_scale_factor) * (size[1] // self.vae_scale_factor)
+    def count_moment_elements(self, size: tuple[int, int], num_latent_frames: int = 1) -> int:
+        """Elements of the mean and standard deviation of an image of this size in pixels, or of a clip."""
+        width, height = (side // self.vae_scale_factor for side in size)
+        return 2 * self.latent_channels * width * height * num_latent_frames
 
 
 def read_encoded_sizes(read: Callable[[str], JsonDict | None]) -> EncodedSizes | None:

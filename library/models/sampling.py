@@ -49,10 +49,12 @@ def sample_image(
     steps = prompt.num_inference_steps or family.facts.sampling.num_inference_steps
     kwargs = {"num_inference_steps": steps, **sampling_kwargs, "width": width, "height": height}
     with use_eval_mode(getattr(sampling_pipe, family.facts.denoiser_name)):
-        latents = sampling_pipe(generator=generator, output_type="latent", **kwargs).images
+        output = sampling_pipe(generator=generator, output_type="latent", **kwargs)
+    latents = output.frames if hasattr(output, "frames") else output.images
     # Decode outside of the pipeline, which would cast the float32 VAE to the denoiser's dtype.
     pixels = family.decode_sampled_latents(sampling_pipe, latents, height, width)
-    image: Image = sampling_pipe.image_processor.postprocess(pixels, output_type="pil")[0]
+    processor = getattr(sampling_pipe, "image_processor", None) or sampling_pipe.video_processor
+    image: Image = processor.postprocess(pixels, output_type="pil")[0]
     return image
 
 

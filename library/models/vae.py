@@ -1,4 +1,7 @@
-"""Encode images to latents and back, with image VAEs and as one frame with video VAEs, always in float32."""
+"""Encode images and clips to latents and back, with image VAEs, and video VAEs of which some get one frame only.
+
+VAEs always run in float32.
+"""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -45,31 +48,39 @@ def _get_shift_factor(vae: Any) -> float:
 
 
 def get_latent_statistics(vae: Any, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation per channel of a video VAE's latents (B, C, 1, H, W)."""
+    """Return mean and standard deviation per channel of a video VAE's latents (B, C, F, H, W)."""
     statistics = (vae.config.latents_mean, vae.config.latents_std)
     mean, std = (copy_async(torch.tensor(values).view(1, -1, 1, 1, 1), like) for values in statistics)
     return mean, std
 
 
 @torch.no_grad()
-def encode_frame_moments(vae: Any, pixels: Tensor) -> Moments:
-    """Encode pixels with a video VAE as one frame; latents are normalized by channel."""
-    frames = pixels.to(vae.device, vae.dtype).unsqueeze(2)
+def encode_clip_moments(vae: Any, pixels: Tensor) -> Moments:
+    """Encode clips (B, 3, frames, height, width) with a video VAE; latents are normalized by channel."""
     with disable_autocast(vae):
-        latent_dist = vae.encode(frames).latent_dist
+        latent_dist = vae.encode(pixels.to(vae.device, vae.dtype)).latent_dist
     mean, std = get_latent_statistics(vae, latent_dist.mean)
-    latent_mean, latent_std = (latent_dist.mean - mean) / std, latent_dist.std / std
-    return Moments.from_mean_and_std(latent_mean.squeeze(2), latent_std.squeeze(2))
+    return Moments.from_mean_and_std((latent_dist.mean - mean) / std, latent_dist.std / std)
 
 
 @torch.no_grad()
+def decode_clip_latents(vae: Any, latents: Tensor) -> Tensor:
+    """Decode latents (B, C, F, H, W) with a video VAE to pixels in -1..1."""
+    latents = latents.to(vae.device, vae.dtype)
+    mean, std = get_latent_statistics(vae, latents)
+    with disable_autocast(vae):
+        pixels: Tensor = vae.decode(latents * std + mean, return_dict=False)[0]
+    return pixels
+
+
+def encode_frame_moments(vae: Any, pixels: Tensor) -> Moments:
+    """Encode pixels with a video VAE as one frame, whose axis the latents do not have."""
+    return Moments(encode_clip_moments(vae, pixels.unsqueeze(2)).mean_and_std.squeeze(3))
+
+
 def decode_frame_latents(vae: Any, latents: Tensor) -> Tensor:
     """Decode the latents of one frame with a video VAE to pixels in -1..1."""
-    frames = latents.to(vae.device, vae.dtype).unsqueeze(2)
-    mean, std = get_latent_statistics(vae, frames)
-    with disable_autocast(vae):
-        pixels: Tensor = vae.decode(frames * std + mean, return_dict=False)[0]
-    return pixels.squeeze(2)
+    return decode_clip_latents(vae, latents.unsqueeze(2)).squeeze(2)
 
 
 def get_patch_statistics(vae: Any, epsilon: float) -> tuple[Tensor, Tensor]:

@@ -32,11 +32,18 @@ from ..dataloader.sample_prompts import Prompt, load_preview_prompts
 from ..dataset.controls import CONTROLS_FROM_IMAGE
 from ..dataset.dataset_config import can_load_datasets, load_dataset_config
 from ..dataset.schema import SubsetConfig
-from ..dataset.validate import validate_resolution_multiple
+from ..dataset.validate import find_clips_for_image_models, validate_resolution_multiple
 from ..diffusion.timestep_shift import FixedShift
 from ..errors import ConfigError, FileError
 from ..problems import Place, Problem, locate_problems
-from .detect import DetectedModel, build_control_limits, detect_model, get_config_reader, get_family_facts
+from .detect import (
+    DetectedModel,
+    build_control_limits,
+    detect_model,
+    get_config_reader,
+    get_family_facts,
+    list_video_models,
+)
 from .facts import TORCH_ATTENTION_MODES
 from .kohya_objective import resolve_objective_defaults, validate_objective_defaults
 from .trained_components import select_trained_text_encoders
@@ -129,6 +136,9 @@ def _validate_datasets(data: DataConfig, cache: CacheConfig, model: DetectedMode
     if parsed is None or parsed.problems:
         return
     yield from validate_resolution_multiple(parsed.datasets, model.size_multiple, model.short_name)
+    facts = get_family_facts(model.family)
+    if facts.pipeline.frames is None and not model.is_built_in:
+        yield from find_clips_for_image_models(parsed.datasets, facts.title, list_video_models())
     limits = build_control_limits(model)
     for subset in (subset for dataset in parsed.datasets for subset in dataset.subsets):
         key = subset.control_key or ("control_from_image" if subset.control_from_image else None)

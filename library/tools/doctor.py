@@ -42,7 +42,15 @@ NEEDED = {
     "tensorboard": (2, 18),
 }
 """The oldest release of each package that works, as in pyproject.toml."""
-ANY_RELEASE = {"numpy": "numpy", "PIL": "pillow", "psutil": "psutil", "toml": "toml", "tqdm": "tqdm", "yaml": "pyyaml"}
+ANY_RELEASE = {
+    "numpy": "numpy",
+    "av": "av",
+    "PIL": "pillow",
+    "psutil": "psutil",
+    "toml": "toml",
+    "tqdm": "tqdm",
+    "yaml": "pyyaml",
+}
 """The module and package name of optional packages of which any release will do."""
 OPTIONAL = ("deepspeed", "bitsandbytes", "nvidia-ml-py", "torchao", "pyarrow", "s3fs", "gcsfs")
 PYTHONS = ((3, 10), (3, 13))

@@ -135,7 +135,8 @@ def _describe_batch(batch: PixelBatch) -> str:
 
 def _format_size(batch: PixelBatch) -> str:
     height, width = batch.size_conditioning[0, -2:].tolist()
-    return f"{width:.0f}x{height:.0f}"
+    frames = "".join(f"x{count}" for count in batch.frame_shape)
+    return f"{width:.0f}x{height:.0f}{frames}"
 
 
 def _format_keys(keys: Sequence[str]) -> str:

@@ -97,7 +97,7 @@ def compute_grouped_losses(run: TrainingRun, metrics: Sequence[StepMetrics]) -> 
                 if is_real and math.isfinite(loss):
                     low = min(int(timestep * TIMESTEP_BINS), TIMESTEP_BINS - 1)
                     groups[f"loss/timestep/{low / TIMESTEP_BINS:.1f}-{(low + 1) / TIMESTEP_BINS:.1f}"].append(loss)
-                    groups[f"loss/bucket/{bucket.resolution[0]}x{bucket.resolution[1]}"].append(loss)
+                    groups[f"loss/bucket/{bucket.format_size()}"].append(loss)
                     groups[f"loss/dataset/{bucket.dataset_index_in_file + 1}"].append(loss)
             start += shard_size
     return {name: sum(values) / len(values) for name, values in sorted(groups.items())}

@@ -35,7 +35,7 @@ from ..errors import ConfigError
 from ..models.attention import set_attention_mode
 from ..models.base import Family
 from ..models.collect_component_keys import collect_component_keys
-from ..models.detect import DetectedModel, build_control_limits
+from ..models.detect import DetectedModel, build_control_limits, get_family_facts
 from ..models.kohya_objective import convert_values
 from ..models.model_configs import is_tokenizer
 from ..models.scheduler_overrides import override_scheduler, use_original_snr
@@ -305,9 +305,16 @@ def build_objective(noise: NoiseConfig, loss: LossConfig, family: Family, pipe: 
 
 def prepare_dataset(data: DataConfig, cache: CacheConfig, comm: Communicator, model: DetectedModel) -> PreparedData:
     """Scan the dataset on one rank per machine; the others read the manifest that it writes next to the images."""
-    limits = build_control_limits(model)
+    limits, frame_rule = build_control_limits(model), get_family_facts(model.family).pipeline.frames
     prepared = comm.run_local_main_first(
-        lambda: prepare_data(data, model.size_multiple, cache.cache_dir, control_limits=limits, max_side=model.max_side)
+        lambda: prepare_data(
+            data,
+            model.size_multiple,
+            cache.cache_dir,
+            control_limits=limits,
+            max_side=model.max_side,
+            frame_rule=frame_rule,
+        )
     )
     manifest, fingerprint = prepared.manifest, prepared.manifest.compute_fingerprint()
     try:

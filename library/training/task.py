@@ -118,7 +118,7 @@ class DiffusionTask:
         text = self._compute_text_length(pixel_batch) if self.family.facts.text.has_variable_length else None
         size = tuple(pixel_batch.size_conditioning[0, -2:].tolist())
         controls = [each.shape[-2:] for each in pixel_batch.control_pixels or pixel_batch.control_latents]
-        return len(pixel_batch), size, tuple(controls), pixel_batch.mask is None, text
+        return len(pixel_batch), size, pixel_batch.frame_shape, tuple(controls), pixel_batch.mask is None, text
 
     def _compute_text_length(self, pixel_batch: PixelBatch) -> int:
         """Compute the padded length of the longest text, without encoding it."""

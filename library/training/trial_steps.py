@@ -97,18 +97,27 @@ class BatchShape(NamedTuple):
     size: tuple[int, int]
     batch_size: int
     control_sizes: tuple[tuple[int, int], ...] = ()
+    num_frames: int = 1
+    frame_stride: int = 1
 
     @property
     def num_pixels(self) -> int:
-        return sum(width * height for width, height in (self.size, *self.control_sizes)) * self.batch_size
+        area = sum(width * height for width, height in (self.size, *self.control_sizes))
+        return area * self.batch_size * self.num_frames
 
 
 BatchShapes = list[BatchShape]
 
 
-def list_batch_shapes(plan: MicroBatchSchedule) -> BatchShapes:
-    """List the batch shapes of a plan, the largest first, so that out of memory shows at once."""
-    shapes = {BatchShape(bucket.resolution, bucket.batch_size, bucket.control_resolutions) for bucket in plan.buckets}
+def list_batch_shapes(plan: MicroBatchSchedule, frame_stride: int = 1) -> BatchShapes:
+    """List the batch shapes of a plan, the largest first, so that out of memory shows at once.
+
+    ``frame_stride`` is that of the model's ``FrameRule``.
+    """
+    shapes = {
+        BatchShape(bucket.resolution, bucket.batch_size, bucket.control_resolutions, bucket.num_frames, frame_stride)
+        for bucket in plan.buckets
+    }
     return sorted(shapes, key=lambda each: (each.num_pixels, each), reverse=True)
 
 
@@ -147,12 +156,17 @@ def check_later_stages_fit(run: TrainingRun, first_batch: PixelBatch) -> None:
     largest = max(later, key=_count_pixels, default=now)
     if _count_pixels(largest) <= _count_pixels(now) or not has_device_memory(run.strategy.device):
         return
-    shape = list_batch_shapes(largest.batch_plan)[0]
+    shape = list_batch_shapes(largest.batch_plan, _get_frame_stride(run))[0]
     try:
         run_trial_step(run, first_batch.build_dummy_batch(*shape))
     except OutOfMemory as error:
         when = f"{error.reason}; this batch shape comes from step {largest.first_step + 1} on and was tried in advance"
         raise OutOfMemory(error.phase, error.batch, when.removeprefix("; ")) from None
+
+
+def _get_frame_stride(run: TrainingRun) -> int:
+    rule = run.task.family.facts.pipeline.frames
+    return 1 if rule is None else rule.stride
 
 
 def _count_pixels(stage: PlannedStage) -> int:
@@ -167,7 +181,7 @@ TEXT_LENGTHS: tuple[TextLength, ...] = ("same", "longer", "shorter")
 
 def warm_up_compilation(run: TrainingRun, compilation: "Compilation", first_batch: PixelBatch) -> None:
     """Compile by running forward and backward on black images of every batch shape; no parameter changes."""
-    started, sizes = time.perf_counter(), list_batch_shapes(run.plan.batch_plan)
+    started, sizes = time.perf_counter(), list_batch_shapes(run.plan.batch_plan, _get_frame_stride(run))
     texts_vary = _record_input_shapes(run, compilation, first_batch, sizes)
     batches = [
         batch for shape in sizes for batch in _vary_text_lengths(first_batch.build_dummy_batch(*shape), texts_vary)
@@ -191,13 +205,13 @@ def _record_input_shapes(
     count = min(len(first_batch), RECORDING_BATCH_SIZE)
     with torch.no_grad(), run.strategy.accelerator.autocast(), compilation.record_shapes():
         task = replace(run.task, denoiser=run.strategy.unwrap_model(run.model), micro_batch_stats=[])
-        controls = {shape.size: shape.control_sizes for shape in shapes}
-        small = first_batch.build_dummy_batch(shapes[-1].size, count, shapes[-1].control_sizes)
+        by_size = {(*shape.size, shape.num_frames): shape._replace(batch_size=count) for shape in shapes}
+        small = first_batch.build_dummy_batch(*shapes[-1]._replace(batch_size=count))
         texts_vary = any(isinstance(value, list) for value in task.encode(small, run.state.step).cond.values())
         batches = [
             batch
-            for size in _select_extreme_sizes(list(controls))
-            for batch in _vary_text_lengths(first_batch.build_dummy_batch(size, count, controls[size]), texts_vary)
+            for size in _select_extreme_sizes(list(by_size))
+            for batch in _vary_text_lengths(first_batch.build_dummy_batch(*by_size[size]), texts_vary)
         ]
         batches += [small.vary_text_lengths([length] * count) for length in TEXT_LENGTHS if texts_vary]
         for batch in batches:
@@ -216,7 +230,7 @@ def _vary_text_lengths(batch: PixelBatch, texts_vary: bool) -> list[PixelBatch]:
     return [batch.vary_text_lengths(lengths) for lengths in ways]
 
 
-def _select_extreme_sizes(sizes: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Select the smallest and largest sizes by width, height and area, so that every dimension varies."""
-    ways = (lambda size: size[0], lambda size: size[1], lambda size: size[0] * size[1])
+def _select_extreme_sizes(sizes: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Select the smallest and largest sizes by width, height, frames and area, so that every dimension varies."""
+    ways = (lambda size: size[0], lambda size: size[1], lambda size: size[2], lambda size: size[0] * size[1])
     return sorted({most(sizes, key=way) for way in ways for most in (min, max)})

@@ -16,6 +16,7 @@ from ..dataloader.invalid_images import CROP_WARNING_FRACTION, UPSCALE_WARNING_F
 from ..dataloader.manifest import Sample
 from ..dataloader.prepare import prepare_data
 from ..dataset.dataset_config import load_dataset_config
+from ..dataset.frame_windows import DEFAULT_FRAME_RULE
 from ..dataset.image_ref import ImageRef
 from ..dataset.schema import DatasetConfig, SubsetConfig
 from ..errors import UserError
@@ -168,14 +169,14 @@ class PictureSet:
         config = DataConfig(dataset_config=str(self.path), on_invalid_images="skip")
         for dataset in load_dataset_config(config).datasets:
             check_folders(self.folders, dataset)
-        prepared = prepare_data(config, SIZE_MULTIPLE).merge_validation()
+        prepared = prepare_data(config, SIZE_MULTIPLE, frame_rule=DEFAULT_FRAME_RULE).merge_validation()
         first: dict[tuple[int, str], str] = {}
         pictures, links = [], OutsideLinks(self.folders)
         for sample, placement in zip(prepared.manifest.samples, prepared.assignments, strict=True):
             subset = prepared.manifest.datasets[sample.dataset_index].subsets[sample.subset_index]
             if links.hide(sample):
                 continue
-            key = sample.dataset_index, sample.content_hash
+            key = sample.dataset_index, sample.identity
             pictures.append(Picture(sample, placement, subset, first.get(key, "")))
             first.setdefault(key, sample.key)
         self.pictures, self.notes = pictures, (*links.describe(), *prepared.manifest.notes)

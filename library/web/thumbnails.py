@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..atomic_files import open_atomic_path
-from ..dataset.image_decoding import load_rgb_image
+from ..dataloader.images import load_first_frame
 from ..dataset.scan_cache import CACHE_FOLDER
 from .folders import OpenedFolders
 from .pictures import Picture
@@ -37,13 +37,14 @@ def load_thumbnail(folders: OpenedFolders, picture: Picture, *, is_large: bool =
 
 def _find_cache_file(folders: OpenedFolders, picture: Picture) -> Path | None:
     folder = picture.subset.resolve_cache_directory() or picture.sample.image.folder / CACHE_FOLDER
-    name = picture.sample.content_hash
+    window = picture.sample.window
+    name = picture.sample.content_hash + ("" if window is None else f"-{window.start}")
     path = folder / FOLDER / name[:2] / f"{name}-{THUMBNAIL_SIDE}.webp"
     return path if folders.contains(path) else None
 
 
 def _load_reduced(picture: Picture, side: int) -> "Image":
-    image = load_rgb_image(picture.sample.image)
+    image = load_first_frame(picture.sample)[0]
     image.thumbnail((side, side), reducing_gap=2.0)
     return image
 

@@ -338,10 +338,14 @@ def test_a_json_file_that_does_not_exist_is_reported(tmp_path):
         GOOD.replace("512", "512\nweight = 2") + GOOD: "6: weight: missing here, but set in {file}:3; set it for"
         " all [[datasets]] or for none",
         "[[datasets]]\nresolution = 512\nimage_directory = 3": "3: image_directory: expected a string, got 3",
-        "[[datasets]]\nresolution = 512\nvideo_directory = 'v'\ntarget_frames = [1]": "3: video_directory: videos,"
-        " which are for models that are not here (Wan, HunyuanVideo, FramePack, Kandinsky 5); remove it",
+        "[[datasets]]\nresolution = 512\nvideo_directory = 'v'\nimage_directory = 'a'": "3: video_directory: "
+        "image_directory is set too, and a dataset has one source; use a [[datasets]] for each",
         "[[datasets]]\nresolution = 512\nimage_directory = 'a'\ntarget_frames = [1]": "4: target_frames: only for"
-        " videos, which are for models that are not here (Wan, HunyuanVideo, FramePack, Kandinsky 5); remove it",
+        " videos, and this dataset has images; remove it",
+        "[[datasets]]\nresolution = 512\nvideo_directory = 'a'\ntarget_frames = [0]": "4: target_frames: must be at"
+        " least 1, got 0",
+        "[[datasets]]\nresolution = 512\nvideo_directory = 'a'\nframe_extraction = 'tail'": "4: frame_extraction: "
+        "'tail' is not one of head, chunk, slide, uniform, full",
         "[[datasets]]\nresolution = 512\nimage_directory = 'a'\nmultiple_target = true": "4: multiple_target: not"
         " supported yet: several target images, for layered models; remove it",
     }.items(),

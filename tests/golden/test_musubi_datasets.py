@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from clip_files import write_clip
 from PIL import Image
 from problem_lines import format_lines
 
@@ -12,7 +13,7 @@ from library.config.schema_data import DataConfig
 from library.dataloader.buckets import build_bucket_assigner
 from library.dataloader.prepare import prepare_data
 from library.dataset.dataset_config import parse_dataset_config
-from library.dataset.frame_windows import FrameSettings, list_frame_windows, select_frames
+from library.dataset.frame_windows import FrameRule, FrameSettings, list_frame_windows, select_frames
 from library.dataset.musubi_format import set_musubi_bucket_steps
 from library.dataset.schema import DatasetConfig, collect_flag_defaults
 from library.dataset.validate import validate_dataset_config
@@ -71,17 +72,35 @@ def prepare_folder(folder: Path, file: Path) -> DataConfig:
     return DataConfig(dataset_config=str(folder / "set.toml"))
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_published_files_have_musubi_tuners_buckets_or_are_refused_for_their_videos(file, tmp_path, monkeypatch):
+VIDEO_FILES = [file for file in FILES if "video" in file.read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("file", VIDEO_FILES, ids=lambda file: file.stem)
+def test_published_files_of_videos_have_musubi_tuners_windows_and_buckets(file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = prepare_folder(tmp_path, file)
-    problems = format_lines(validate_dataset_config(config))
-    if "video" in file.read_text(encoding="utf-8"):
-        line = next(number for number, text in enumerate(file.read_text("utf-8").splitlines(), 1) if "video" in text)
-        reason = "videos, which are for models that are not here (Wan, HunyuanVideo, FramePack, Kandinsky 5)"
-        assert problems == [f"{tmp_path}/set.toml:{line}: video_directory: {reason}; remove it"]
-        return
-    assert problems == []
+    text = file.read_text(encoding="utf-8").replace("/data/videos", str(tmp_path / "clips"))
+    (tmp_path / "set.toml").write_text(text, encoding="utf-8")
+    for name, num_frames in (("long", 90), ("short", 11)):
+        write_clip(tmp_path / "clips" / f"{name}.mp4", num_frames, 24, (192, 108))
+        (tmp_path / "clips" / f"{name}.txt").write_text("a bird", encoding="utf-8")
+    assert format_lines(validate_dataset_config(config)) == []
+    prepared = prepare_data(config, 16, frame_rule=FrameRule())
+    clips = [
+        (sample.image.name, sample.window.start, sample.num_frames, assignment.bucket_resolution, sample.repeats)
+        for sample, assignment in zip(prepared.manifest.samples, prepared.assignments, strict=True)
+        if sample.window is not None
+    ]
+    # "full" is the whole clip up to max_frames, rounded down; buckets have the area of the resolution
+    bucket, repeats = ((832, 480), 4) if file.stem.startswith("qinglong") else ((384, 224), 1)
+    assert clips == [("long.mp4", 0, 81, bucket, repeats), ("short.mp4", 0, 9, bucket, repeats)]
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file not in VIDEO_FILES], ids=lambda file: file.stem)
+def test_published_files_have_musubi_tuners_buckets(file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = prepare_folder(tmp_path, file)
+    assert format_lines(validate_dataset_config(config)) == []
     prepared = prepare_data(config, 16)
     sizes = {each.image.name: item for each, item in zip(prepared.manifest.samples, prepared.assignments, strict=True)}
     assert {name: item.bucket_resolution for name, item in sizes.items()} == {

@@ -4,40 +4,16 @@
 """
 
 import json
-import os
-import signal
 from pathlib import Path
 
 import pytest
-from killed_runs import compare
+from killed_runs import compare, train_and_kill
 from one_result import CPU_OFFLOAD, write_even_dataset
 from rank_processes import run_on_ranks
 from training_runs import train
 
 STEPS, KILLED_AT = 6, 3
 """Checkpoints are saved after steps 2 and 4; the kill comes between backward and optimizer step of step 4."""
-
-
-def train_and_kill(victims: tuple[int, ...], *build_flags: str) -> None:
-    """Train, and kill these ranks between the backward pass and the optimizer step of a step.
-
-    The checkpoint before that step is written first, which on a slow machine takes longer than a step.
-    """
-    from library.training import nan_and_oom_handling
-    from library.training.checkpoint import SaveCheckpoint
-
-    should_step = nan_and_oom_handling.NanGuard.should_step
-
-    def kill_or_check(guard, run, batches, metrics) -> bool:
-        if run.state.step == KILLED_AT and run.strategy.comm.rank in victims:
-            for callback in run.callbacks:
-                if isinstance(callback, SaveCheckpoint):
-                    callback._join_writer()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return should_step(guard, run, batches, metrics)
-
-    nan_and_oom_handling.NanGuard.should_step = kill_or_check
-    train(*build_flags)
 
 
 def build_flags(data: Path, folder: Path, batch: int, *more: str) -> tuple[str, ...]:
@@ -91,7 +67,12 @@ def test_resume_after_kill_gives_bitwise_equal_weights_state_and_metrics(name, r
     run_on_ranks(ranks, train, *build_flags(data, uninterrupted, 4 // ranks, *options), environment=environment)
     with pytest.raises(AssertionError):
         run_on_ranks(
-            ranks, train_and_kill, victims, *build_flags(data, killed, 4 // ranks, *options), environment=environment
+            ranks,
+            train_and_kill,
+            victims,
+            KILLED_AT,
+            *build_flags(data, killed, 4 // ranks, *options),
+            environment=environment,
         )
     checkpoints = {path.name for path in killed.glob("*-state")}
     assert checkpoints == {"lora-step00000002-state"}, "the last checkpoint, and no incomplete one"

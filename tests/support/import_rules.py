@@ -32,6 +32,7 @@ PEERS: list[set[str]] = [
 ENTRY_POINTS: dict[str, set[str]] = {
     "accelerate": {"distributed", "models", "parallel"},
     "argparse": {"config"},
+    "av": {"dataset"},
     "deepspeed": {"distributed", "parallel"},
     "diffusers": {"models"},
     "filelock": {"storage", "training"},

@@ -22,7 +22,7 @@ import torch
 from rank_processes import find_free_port
 from resumed_runs import read_metrics
 from safetensors.torch import load_file
-from training_runs import max_relative_difference, write_images
+from training_runs import max_relative_difference, train, write_images
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 60
@@ -106,6 +106,28 @@ def kill_processes(run: "subprocess.Popen[bytes]", victims: Sequence[psutil.Proc
     run.wait(SECONDS_TO_END)
     running = [process for process in victims if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
     psutil.wait_procs(running, timeout=10)
+
+
+def train_and_kill(victims: tuple[int, ...], killed_at: int, *build_flags: str) -> None:
+    """Train, and kill these ranks between the backward pass and the optimizer step after ``killed_at`` steps.
+
+    The checkpoint before that step is written first, which on a slow machine takes longer than a step.
+    """
+    from library.training import nan_and_oom_handling
+    from library.training.checkpoint import SaveCheckpoint
+
+    should_step = nan_and_oom_handling.NanGuard.should_step
+
+    def kill_or_check(guard, run, batches, metrics) -> bool:
+        if run.state.step == killed_at and run.strategy.comm.rank in victims:
+            for callback in run.callbacks:
+                if isinstance(callback, SaveCheckpoint):
+                    callback._join_writer()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return should_step(guard, run, batches, metrics)
+
+    nan_and_oom_handling.NanGuard.should_step = kill_or_check
+    train(*build_flags)
 
 
 def list_processes(run: "subprocess.Popen[bytes]") -> list[psutil.Process]:

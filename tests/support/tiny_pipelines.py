@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -16,6 +17,8 @@ import torch
 from diffusers.modular_pipelines.anima.encoders import encode_vae_image
 from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
+from diffusers.pipelines.wan import pipeline_wan
+from diffusers.pipelines.wan.pipeline_wan_video2video import retrieve_latents
 from PIL import Image
 from torch import Tensor
 
@@ -94,7 +97,7 @@ class TinyCase:
     @property
     def latent_factor(self) -> int:
         """Pixels per latent of the family."""
-        return HEIGHT // self.batch.latents.shape[2]
+        return HEIGHT // self.batch.latents.shape[-2]
 
 
 def build_batch(latents: torch.Tensor, cond: Cond) -> Batch:
@@ -410,7 +413,11 @@ REFERENCE_AREA = 128 * 128
 
 
 def shrink_references(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the pipelines of editing models resize references to ``REFERENCE_AREA``, or to the size of the picture."""
+    """Let the pipelines of editing models resize references to ``REFERENCE_AREA``, or to the size of the picture.
+
+    The pipeline of Wan cleans texts with ftfy, which changes none of the tests' and is not installed.
+    """
+    monkeypatch.setattr(pipeline_wan, "ftfy", SimpleNamespace(fix_text=lambda text: text), raising=False)
     monkeypatch.setattr(pipeline_longcat_image_edit, "calculate_dimensions", lambda area, ratio: (WIDTH, HEIGHT))
     monkeypatch.setattr(
         pipeline_qwenimage_edit,
@@ -671,6 +678,32 @@ def anima() -> TinyCase:
     )
 
 
+def wan() -> TinyCase:
+    texts, latents = _draw_tensors((512, 16), (4, 1, HEIGHT // 8, WIDTH // 8))
+    texts[0, 13:], texts[1, 7:] = 0, 0
+    one_frame = {"num_frames": 1}
+
+    def encode(pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+        config = pipe.vae.config
+        mean, std = (torch.tensor(each).view(1, -1, 1, 1, 1) for each in (config.latents_mean, config.latents_std))
+        parts = zip(pixels.unsqueeze(2).split(1), generators, strict=True)
+        drawn = [retrieve_latents(pipe.vae.encode(pixel), generator, "sample") for pixel, generator in parts]
+        return (torch.cat(drawn) - mean) * (1.0 / std)
+
+    return TinyCase(
+        "wan",
+        _load("random:wan:tiny"),
+        build_batch(latents, {"embeds": [texts[0, :13], texts[1, :7]]}),
+        {"prompt_embeds": texts, **one_frame},
+        one_frame,
+        encode,
+        "random:wan:tiny",
+        texts=one_frame,
+        simplify_call=dict,  # the pipeline multiplies by the inverse of what is divided by here, so pixels round apart
+        blocks=("WanTransformerBlock",),
+    )
+
+
 def flux3() -> TinyCase:
     pipe, generator = _load("random:flux3:tiny"), torch.Generator().manual_seed(5)
     pipe.tokenizer.tokenizer = pipe.tokenizer  # of diffusers' processor
@@ -770,6 +803,7 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "anima": anima,
     "flux3": flux3,
     "hunyuan_image": hunyuan_image,
+    "wan": wan,
 }
 
 

@@ -43,6 +43,7 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "cogview4": ".cogview4:CogView4",
         "anima": ".anima:Anima",
         "hunyuan_image": ".hunyuan_image:HunyuanImage",
+        "wan": ".wan:Wan",
     },
 )
 

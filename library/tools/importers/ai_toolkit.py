@@ -12,6 +12,7 @@ from .equivalents import (
     FLOW_FAMILIES,
     GUIDED_FAMILIES,
     UNET_FAMILIES,
+    VIDEO_FAMILIES,
     describe_unknown_model,
     drop_layers,
     find_bucket_steps,
@@ -435,6 +436,7 @@ def _read_subset(reader: KeyReader, trigger: str | None) -> dict[str, Any]:
     numbered = [reader.read(f"control_path_{number}", None, to_text) for number in (1, 2, 3)]
     controls = [folder for folder in numbered if folder] or [folder for folder in controls if folder]
     set_control_folders(result, subset, f"{reader.prefix}control_path", controls)
+    _read_frames(reader, subset)
     reader.apply_rules(keys.DATASET_RULES, subset)
     if subset.get("alpha_mask"):
         result.options["masked_loss_normalize"] = True
@@ -448,6 +450,19 @@ def _read_subset(reader: KeyReader, trigger: str | None) -> dict[str, Any]:
         if reader.read(name, False, to_switch):
             result.options[option] = True
     return subset
+
+
+def _read_frames(reader: KeyReader, subset: dict[str, Any]) -> None:
+    """Turn a dataset with several frames into a folder of clips; there they are spread over each clip by default."""
+    num_frames, is_spread = reader.read("num_frames", 1, to_integer), reader.read("shrink_video_to_frames", True)
+    if num_frames <= 1:
+        return
+    if reader.result.family not in VIDEO_FAMILIES:
+        reader.list_change("num_frames", "the model makes images; remove it, or choose a model of videos")
+        return
+    subset["video_dir"], subset["target_frames"] = subset.pop("image_dir"), [num_frames]
+    if is_spread:
+        reader.list_change("shrink_video_to_frames", "frames follow each other at the model's rate here", is_spread)
 
 
 def read_sample_prompts(process: KeyReader, trigger: str | None, accumulation: int) -> None:

@@ -11,6 +11,7 @@ from ...problems import Problem
 from .equivalents import (
     BLOCKS,
     GUIDED_FAMILIES,
+    VIDEO_FAMILIES,
     describe_unknown_model,
     drop_layers,
     keep_only_layers,
@@ -351,9 +352,6 @@ def _read_sizes(reader: KeyReader) -> tuple[list[Any], tuple[float, float] | Non
     ratios = (reader.read("min_ar", 0.5, to_number), reader.read("max_ar", 2.0, to_number))
     count = reader.read("num_ar_buckets", 7, to_integer)
     given = reader.read("ar_buckets")
-    frames = reader.read("frame_buckets", [1])
-    if frames != [1]:
-        reader.list_harmless("frame_buckets", "only images are trained here, which are a bucket of their own there")
     if is_bucketed and given:
         values = [item if isinstance(item, (int, float)) else item[0] / item[1] for item in given]
         ratios = (min(values), max(values))
@@ -400,5 +398,23 @@ def _read_subset(reader: KeyReader) -> tuple[dict[str, Any], bool]:
         reader.result.options["masked_loss"] = True
     controls = reader.read("control_path", None, to_text)
     set_control_folders(reader.result, subset, f"{reader.prefix}control_path", [controls] if controls else [])
+    _read_frames(reader, subset)
     reader.apply_rules(keys.DIRECTORY_RULES, subset)
     return subset, masks is not None
+
+
+def _read_frames(reader: KeyReader, subset: dict[str, Any]) -> None:
+    """Turn a directory of a model of videos with frame buckets above 1 into a folder of clips."""
+    frames = reader.read("frame_buckets", [1])
+    lengths = sorted(length for length in frames if length > 1)
+    if reader.result.family not in VIDEO_FAMILIES:
+        if lengths:
+            reader.list_harmless("frame_buckets", "the model makes images, which are a bucket of their own there")
+        return
+    if not lengths:
+        return
+    subset["video_dir"], subset["target_frames"] = subset.pop("image_dir"), lengths
+    if len(lengths) < len(frames):
+        reader.list_change("frame_buckets", "clips only; for images in the folder add a subset with image_dir")
+    elif len(lengths) > 1:
+        reader.list_change("frame_buckets", "a clip gives a window of each length here, there one of the longest")

@@ -16,6 +16,8 @@ EDIT_FAMILIES = tuple(name for name, facts in FAMILY_FACTS.items() if facts.cont
 """Families that take control images."""
 GUIDED_FAMILIES = tuple(name for name, facts in FAMILY_FACTS.items() if "guidance_scale" in facts.options.extra)
 """Families whose guidance scale is an input of the model; their previews have no negative prompt."""
+VIDEO_FAMILIES = tuple(name for name, facts in FAMILY_FACTS.items() if facts.pipeline.frames is not None)
+"""Families that are trained on clips."""
 BLOCKS: Mapping[str, tuple[str, ...]] = {"krea2": ("blocks",), "lumina2": ("layers.", "refiner.")}
 """Parts of the names of layers in blocks, for families whose layers outside of blocks are trained here by default."""
 FULL_LOKR_DIM = 10_000

@@ -155,6 +155,7 @@ def test_the_implementation_is_the_one_that_sd_scripts_names():
         "lumina2": "https://github.com/Alpha-VLLM/Lumina-Image-2.0",
         "anima": "https://huggingface.co/circlestone-labs/Anima",
         "hunyuan_image": "https://github.com/Tencent-Hunyuan/HunyuanImage-2.1",
+        "wan": "https://github.com/Wan-Video/Wan2.1",
     }
     found = {name: facts.lora.modelspec_implementation for name, facts in FAMILY_FACTS.items()}
     assert found == {**dict.fromkeys(FAMILY_FACTS, "diffusers"), **authors}

@@ -45,7 +45,7 @@ def test_the_documented_commands_have_no_problems_but_a_model_that_is_not_here(c
     problems = format_lines(parse_config([*DATA, *argv]).problems)
     if model is None:
         (problem,) = problems
-        assert "Wan, a video model" in problem and "can be trained are" in problem
+        assert "musubi-tuner's module of Wan" in problem and "can be trained are" in problem
     else:
         assert problems == [] and load(*argv).problems == []
 
@@ -186,7 +186,7 @@ def test_what_would_change_the_result_is_refused_with_the_reason(flags, reason):
 @pytest.mark.parametrize(
     ("flags", "title"),
     [
-        ("--network_module networks.lora_wan --task t2v-1.3B --t5 x --learning_rate no-number", "Wan, a video model"),
+        ("--network_module networks.lora_wan --task t2v-1.3B --t5 x --learning_rate no-number", "of Wan, which is"),
         ("--network_module networks.lora_hv_1_5", "HunyuanVideo 1.5"),
         ("--network_module networks.lora_framepack", "FramePack"),
         ("--network_module networks.lora_kandinsky", "Kandinsky 5"),

@@ -273,7 +273,7 @@ def test_paths_of_sd_scripts_start_at_the_working_directory_and_those_of_hf_at_t
         ),
         (
             [{"image": "a.png", "text": "x"}],
-            "m.jsonl: no column image_path or file_name; columns are image, text; set image_column = 'NAME'",
+            "m.jsonl: no column image_path, file_name or video_path; columns are image, text; set image_column = 'NAME'",
         ),
         (
             [{"image_path": "a.png", "caption": "x", "text": "y"}],

@@ -116,7 +116,7 @@ def test_a_dataset_without_settings_has_the_defaults_of_musubi_tuner(tmp_path):
 def test_keys_of_images_that_are_missing_or_set_twice_are_named_as_they_are_there(tmp_path):
     assert problems(tmp_path, HEAD + "[[datasets]]\ncache_directory = 'c'\n") == [
         "set.toml:4: image_directory: missing; set the folder of images: image_directory = 'FOLDER'; or"
-        " image_jsonl_file"
+        " image_jsonl_file, video_directory, video_jsonl_file"
     ]
     assert problems(tmp_path, HEAD + "image_jsonl_file = 'c.jsonl'\n") == [
         "set.toml:4: image_jsonl_file: image_directory is set too, and a dataset has one source; use a [[datasets]]"

@@ -658,7 +658,7 @@ WRONG = {
     "ours.toml": ("network_dim = 8", "not a training configuration of"),
     "run.toml": ('network_module = "networks.lora_krea2"', "needs no import; give it to --config_file"),
     "notes.md": ("# notes", "not a .json, .yaml, .toml or .env file"),
-    "wan.toml": ('[model]\ntype = "wan"', 'model.type = "wan": not supported'),
+    "mochi.toml": ('[model]\ntype = "mochi"', 'model.type = "mochi": not supported'),
     "fine.json": ('{"training_method": "FINE_TUNE", "model_type": "WUERSTCHEN_2"}', 'model_type = "WUERSTCHEN_2": not'),
     "dreambooth.json": ('{"model_list": "custom", "sdxl": true}', "no LoRA_type"),
     "slider.yaml": ("config: {process: [{type: slider}]}", 'process type = "slider"'),

@@ -123,12 +123,12 @@ def test_a_model_that_is_not_here_is_refused_with_those_that_are(trainer):
     if trainer == "kohya_gui":  # it trains no others
         return
     content = build_for(trainer, "sdxl", "sdxl", "owner/name")[0]
-    text = json.dumps(content).replace('"sdxl"', '"wan"')
+    text = json.dumps(content).replace('"sdxl"', '"mochi"')
 
     _, result = import_sources([SourceFile(Path("config.json"), json.loads(text))])
 
     (line,) = format_lines(result.problems)
-    assert '"wan"' in line or "model wan" in line
+    assert '"mochi"' in line or "model mochi" in line
     assert "Qwen-Image" in line and "Ovis" not in line
 
 
@@ -384,3 +384,32 @@ def test_the_output_is_accepted_by_our_own_parser(name, tmp_path, monkeypatch):
     assert (loaded.config.model.family == "flux_kontext") == (name == "kontext.yaml"), "a file does not tell them apart"
     assert "unknown key" not in text
     shutil.rmtree("out")
+
+
+def test_frames_of_diffusion_pipe_become_windows_of_clips():
+    content, dataset = build_diffusion_pipe("wan", ckpt_path="Wan-AI/Wan2.1-T2V-1.3B-Diffusers")
+    dataset["directory"] = [{"path": "/data/clips", "frame_buckets": [1, 33, 81], "num_repeats": 2}]
+    content["video_clip_mode"] = "single_middle"
+
+    result = import_content(content, dataset)
+
+    (subset,) = result.datasets[0]["subsets"]
+    assert (subset["video_dir"], subset["target_frames"], subset["num_repeats"]) == ("/data/clips", [33, 81], 2)
+    assert "image_dir" not in subset
+    changes = " ".join(map(str, result.untaken))
+    assert "add a subset with image_dir" in changes and "video_clip_mode" in changes
+
+
+def test_frames_of_ai_toolkit_become_windows_of_clips():
+    content, *others = build_for("ai_toolkit", "wan21", "wan", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers")
+    (process,) = content["config"]["process"]
+    process["datasets"] = [{"folder_path": "/data/clips", "num_frames": 41, "resolution": [480]}]
+
+    result = import_content(content, *others)
+
+    (subset,) = result.datasets[0]["subsets"]
+    assert (subset["video_dir"], subset["target_frames"]) == ("/data/clips", [41]) and "image_dir" not in subset
+    assert any("shrink_video_to_frames" in str(change) for change in result.untaken)
+    process["model"]["arch"], process["model"]["name_or_path"] = "qwen_image", "Qwen/Qwen-Image"
+    images = import_content(content, *others)
+    assert any("num_frames" in str(change) for change in images.untaken)

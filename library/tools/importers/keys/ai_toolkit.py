@@ -177,9 +177,7 @@ DATASET_RULES: Mapping[str, Rule] = {
     **define_harmless(
         "only memory or speed", "cache_clip_vision_to_disk cache_tensors_to_disk debug fast_image_size", False
     ),
-    **define_harmless(
-        "for videos", "shrink_video_to_frames auto_frame_count trim_auto_frame_count_tail do_i2v do_audio", True, False
-    ),
+    **define_harmless("for videos", "auto_frame_count trim_auto_frame_count_tail do_i2v do_audio", True, False),
     **define_harmless("for videos", "fps audio_preserve_pitch audio_normalize", 24, 16, False),
     **define_harmless(
         "for control images", "full_size_control_images replay_transforms control_transparent_color", True, [0, 0, 0]
@@ -194,7 +192,6 @@ DATASET_RULES: Mapping[str, Rule] = {
     ),
     **define_unsupported("control images are in a folder of their own here", "control_from_same_folder"),
     **{name: Unsupported(_CHANGES, (1, None)) for name in ("scale", "network_weight", "loss_multiplier")},
-    "num_frames": Unsupported("only images are trained here", (1, None)),
     "random_triggers_max": Unsupported("for random_triggers", (1, None)),
     "guidance_type": Unsupported(_CHANGES, ("targeted", None)),
     "type": Unsupported("only images with captions are trained here", ("image", None)),

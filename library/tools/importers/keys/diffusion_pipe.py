@@ -41,7 +41,6 @@ OWN_ARGUMENTS = "type lr gradient_release beta2_half_life stabilize fused".split
 """Keys of [optimizer] that are no arguments of the class used here."""
 
 _VALIDATION = "validation is set with validation_split; see docs/datasets.md"
-_VIDEO = "only images are trained here"
 
 RUN_RULES: Mapping[str, Rule] = {
     "output_dir": Take("output_dir", None, to_text),
@@ -64,7 +63,10 @@ RUN_RULES: Mapping[str, Rule] = {
     **define_harmless("not needed here: checkpointing does not reenter", "reentrant_activation_checkpointing", False),
     **define_harmless("only logging", "steps_per_print logging_steps x_axis_examples", 1, False),
     **define_harmless("only speed", "map_num_proc"),
-    **define_harmless(_VIDEO, "video_clip_mode", "single_beginning", "none"),
+    "video_clip_mode": Unsupported(
+        "windows are cut from the beginning of a clip; frame_extraction of the dataset cuts others",
+        (None, "none", "single_beginning"),
+    ),
     **define_harmless("diffusion-pipe does not read it", "pseudo_huber_c"),
     **define_harmless("caches are never stale here", "regenerate_cache", False),
     **define_unsupported(

@@ -1,0 +1,208 @@
+"""Wan 2.1: videos from text, with UMT5 by cross-attention and a video VAE of its own; flow matching."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...adapters.original_module_names import KeyStyle
+from ...dataset.frame_windows import FrameRule
+from ...diffusion.timestep_shift import FixedShift
+from ..base import BaseModelInfo, Family
+from ..facts import (
+    BlockFacts,
+    DetectionFacts,
+    FamilyFacts,
+    FamilyLora,
+    FamilyMatch,
+    FamilyOptions,
+    PipelineFacts,
+    SamplingFacts,
+    TextFacts,
+    TrainerNames,
+)
+from ..model_configs import ConfigReader, ModelError, read_required
+from ..shared_facts import match_flow_model
+from ..training_noise import NoiseLevels, TrainingNoiseFacts
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ...dataloader.batch import Batch, Cond, Moments
+    from ...dataloader.sample_prompts import Prompt
+
+WAN_TEXT_TOKENS = 512
+"""The transformer always gets as many tokens of text: zeros after those of the prompt, which it attends to."""
+
+
+def _match_wan(read: ConfigReader) -> FamilyMatch:
+    index, config = read_required(read, "model_index.json"), read_required(read, "transformer/config.json")
+    if index.get("boundary_ratio") is not None:
+        raise ModelError("it is Wan 2.2 with two transformers, which cannot be trained yet; use Wan 2.1")
+    if index.get("expand_timesteps"):
+        raise ModelError("it is Wan 2.2 TI2V, which cannot be trained yet; use Wan 2.1")
+    if config.get("image_dim"):
+        raise ModelError("it makes videos from images, which cannot be trained yet; use Wan 2.1 T2V")
+    return match_flow_model(read, 1, f"the transformer has {config.get('num_layers')} blocks")
+
+
+_ORIGINAL_PARTS = {
+    "attn1.": "self_attn.",
+    "attn2.": "cross_attn.",
+    "to_out.0": "o",
+    "to_q": "q",
+    "to_k": "k",
+    "to_v": "v",
+    "ffn.net.0.proj": "ffn.0",
+    "ffn.net.2": "ffn.2",
+    "condition_embedder.text_embedder.linear_1": "text_embedding.0",
+    "condition_embedder.text_embedder.linear_2": "text_embedding.2",
+    "condition_embedder.time_embedder.linear_1": "time_embedding.0",
+    "condition_embedder.time_embedder.linear_2": "time_embedding.2",
+    "condition_embedder.time_proj": "time_projection.1",
+    "proj_out": "head.head",
+}
+
+
+def _rename_to_original(modules: Iterable[str]) -> Mapping[str, str]:
+    renames = {}
+    for module in modules:
+        name = module
+        for part, original in _ORIGINAL_PARTS.items():
+            name = name.replace(part, original)
+        renames[module] = name
+    return renames
+
+
+WAN_KEYS = KeyStyle("wan", rename=_rename_to_original, has_original_names_in_diffusers=True)
+
+_NOT_TRIED = "clips are not tried with it yet"
+
+FACTS = FamilyFacts(
+    title="Wan 2.1",
+    pipeline=PipelineFacts(
+        class_name="WanPipeline",
+        kind="video",
+        num_parameters=14_288_491_584,
+        hub_id="Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+        frames=FrameRule(stride=4, fps=16.0),
+    ),
+    detection=DetectionFacts(
+        match_configs=_match_wan, trainer_names=TrainerNames(ai_toolkit=("wan21",), diffusion_pipe=("wan",))
+    ),
+    lora=FamilyLora(
+        # The linear layers of the blocks.
+        targets=(
+            *(f"{attention}.{name}" for attention in ("attn1", "attn2") for name in ("to_q", "to_k", "to_v")),
+            *("attn1.to_out.0", "attn2.to_out.0", "ffn.net.0.proj", "ffn.net.2"),
+        ),
+        targets_of="musubi-tuner",
+        key_style=WAN_KEYS,
+        modelspec_architecture="wan2.1",
+        modelspec_implementation="https://github.com/Wan-Video/Wan2.1",
+    ),
+    blocks=BlockFacts(
+        lists=("blocks",),
+        activation_args=("hidden_states",),
+        token_args={"rotary_emb": ((1, ("hidden_states",)),) * 2},
+        text_attention_calls=(1,),
+        text_attention_layers=("attn2.to_k", "attn2.to_v"),
+        unsupported_strategies={
+            "tp": "the attention of Wan is normalized over all heads together",
+            "pp": _NOT_TRIED,
+            "cp": _NOT_TRIED,
+        },
+    ),
+    text=TextFacts(
+        components=("text_encoder", "tokenizer"),
+        tokenizer_repo_ids={"tokenizer": "google/umt5-xxl"},
+        has_variable_length=True,
+        denoiser_pad_multiple=WAN_TEXT_TOKENS,
+    ),
+    training_noise=TrainingNoiseFacts(
+        shift=FixedShift(3.0),
+        reason="as musubi-tuner's guide recommends",
+        other_trainers={"musubi-tuner": NoiseLevels("shift", 3.0, origin="its guide")},
+    ),
+    sampling=SamplingFacts(num_inference_steps=50, guidance_scale=5.0, image_size=(832, 480)),
+    options=FamilyOptions(components={"vae": "vae", "text_encoder": "text_encoder"}),
+    notes="text to video; diffusers folders; previews are single frames",
+)
+
+
+class Wan(Family):
+    facts = FACTS
+
+    def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
+        return BaseModelInfo("wan", "wan2.1")
+
+    def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        from .. import text_encoding
+
+        texts = list(map(_clean_text, prompts))
+        with text_encoding.suppress_truncation_warnings(pipe, pipe.tokenizer):
+            tokens = pipe.tokenizer(
+                texts,
+                padding="max_length",
+                max_length=WAN_TEXT_TOKENS,
+                truncation=True,
+                return_attention_mask=True,
+                return_tensors="pt",
+            )
+        device = pipe.text_encoder.device
+        mask = tokens.attention_mask.to(device)
+        embeds = pipe.text_encoder(tokens.input_ids.to(device), mask).last_hidden_state
+        return {"embeds": text_encoding.drop_padding(embeds, mask)}
+
+    def encode_prompts_on_meta(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        from .. import text_encoding
+
+        texts, width = list(map(_clean_text, prompts)), pipe.transformer.config.text_dim
+        return {"embeds": text_encoding.build_meta_text_embeds(pipe.tokenizer, texts, width, WAN_TEXT_TOKENS)}
+
+    def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
+        from .. import text_encoding
+
+        # One token is that of the end.
+        return text_encoding.find_truncated_prompts(pipe.tokenizer, prompts, WAN_TEXT_TOKENS - 1)
+
+    def encode_moments(self, pipe: Any, pixels: Tensor) -> Moments:
+        from ..vae import encode_clip_moments
+
+        return encode_clip_moments(pipe.vae, pixels if pixels.ndim == 5 else pixels.unsqueeze(2))
+
+    def decode_latents(self, pipe: Any, latents: Tensor) -> Tensor:
+        from ..vae import decode_clip_latents
+
+        return decode_clip_latents(pipe.vae, latents)
+
+    def decode_sampled_latents(self, pipe: Any, latents: Tensor, height: int, width: int) -> Tensor:
+        return self.decode_latents(pipe, latents)[:, :, 0]
+
+    def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
+        from ..text_encoding import pad_text_embeds
+
+        predicted: Tensor = denoiser(
+            hidden_states=noisy_latents,
+            timestep=timesteps,
+            encoder_hidden_states=pad_text_embeds(batch.cond["embeds"], WAN_TEXT_TOKENS)[0],
+            return_dict=False,
+        )[0]
+        return predicted
+
+    def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
+        from ..text_encoding import pad_text_embeds
+
+        return dict(
+            guidance_scale=self.facts.sampling.get_guidance_scale(prompt.cfg_scale),
+            prompt_embeds=pad_text_embeds(cond["embeds"], WAN_TEXT_TOKENS)[0],
+            negative_prompt_embeds=pad_text_embeds(negative_cond["embeds"], WAN_TEXT_TOKENS)[0],
+            num_frames=1,
+        )
+
+
+def _clean_text(text: str) -> str:
+    """Resolve HTML entities and join white space, as the pipeline does; it also repairs wrong encodings, with ftfy."""
+    from html import unescape
+
+    return " ".join(unescape(unescape(text)).split())

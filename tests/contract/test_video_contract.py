@@ -1,0 +1,68 @@
+"""A family of videos handles clips of several frames as the pipeline of diffusers does, and images as single frames."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from family_cases import ForwardOnlyWrapper, Recorder, assert_same_call, build_case, make_generators
+from tiny_pipelines import HEIGHT, WIDTH, shrink_references
+
+from library.models.families import FAMILY_FACTS
+
+__all__ = ["build_case"]  # a fixture
+VIDEO_FAMILIES = [name for name, facts in FAMILY_FACTS.items() if facts.pipeline.frames is not None]
+
+
+@pytest.fixture(params=VIDEO_FAMILIES)
+def video_case(request, build_case, monkeypatch):
+    shrink_references(monkeypatch)
+    return build_case(request.param)
+
+
+def make_clips(family, count=2):
+    """Two clips with the fewest frames that make two latent frames; no two frames are alike."""
+    num_frames = family.facts.pipeline.frames.stride + 1
+    generator = torch.Generator().manual_seed(7)
+    return torch.rand(count, 3, num_frames, HEIGHT, WIDTH, generator=generator) * 2 - 1
+
+
+def test_the_kind_of_a_family_with_a_rule_for_frames_is_video():
+    assert {name for name, facts in FAMILY_FACTS.items() if facts.pipeline.kind == "video"} == set(VIDEO_FAMILIES)
+
+
+@torch.no_grad()
+def test_clips_are_encoded_to_a_latent_frame_for_the_first_and_for_each_stride(video_case):
+    family, tiny = video_case
+    moments = family.encode_moments(tiny.pipe, make_clips(family))
+    assert moments.mean_and_std.shape[3:] == (2, *tiny.batch.latents.shape[-2:])
+    alone = family.encode_moments(tiny.pipe, make_clips(family)[1:])
+    torch.testing.assert_close(moments.mean_and_std[1:], alone.mean_and_std)
+    single = family.encode_moments(tiny.pipe, make_clips(family)[:, :, 0])
+    torch.testing.assert_close(single.mean_and_std[:, :, :, 0], moments.mean_and_std[:, :, :, 0], rtol=1e-4, atol=1e-4)
+    config = tiny.pipe.vae.config
+    mean, std = (torch.tensor(each).view(1, -1, 1, 1, 1) for each in (config.latents_mean, config.latents_std))
+    reference = (tiny.pipe.vae.encode(make_clips(family)).latent_dist.mean - mean) / std
+    torch.testing.assert_close(moments.mean_and_std[:, 0], reference)
+
+
+@torch.no_grad()
+def test_the_denoiser_gets_clips_as_from_the_diffusers_pipeline_and_latents_are_decoded_as_there(video_case):
+    family, tiny = video_case
+    pipe, frames = tiny.pipe, family.facts.pipeline.frames.stride + 1
+    latents = family.encode_moments(pipe, make_clips(family)).sample(make_generators())
+    batch = replace(tiny.batch, latents=latents)
+    denoiser = getattr(pipe, family.facts.denoiser_name)
+    record, options = Recorder(denoiser), {**tiny.call, "num_frames": frames, "height": HEIGHT, "width": WIDTH}
+    options |= {tiny.scale: tiny.guidance_off, "num_inference_steps": 1}
+    theirs = pipe(**options, latents=latents, output_type="pt").frames
+    t = torch.full((2,), float(pipe.scheduler.timesteps[0]))
+
+    ours = family.predict(pipe, ForwardOnlyWrapper(denoiser), latents, t, batch)
+
+    assert ours.shape == latents.shape
+    assert_same_call(record.calls[-1], record.calls[0])
+    torch.testing.assert_close(record.outputs[-1], record.outputs[0])
+    final = pipe(**options, latents=latents, output_type="latent").frames
+    decoded = family.decode_latents(pipe, final).transpose(1, 2)
+    assert decoded.shape[1] == frames
+    torch.testing.assert_close((decoded / 2 + 0.5).clamp(0, 1), theirs, rtol=1e-5, atol=5e-5)

@@ -1,0 +1,153 @@
+"""Clips of all kinds go through plan, caches, training and export; a killed run resumes to the same bits."""
+
+import json
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+from clip_files import write_clip
+from killed_runs import compare, train_and_kill
+from rank_processes import run_on_ranks
+from safetensors import safe_open
+from safetensors.torch import load_file
+from training_runs import train
+
+from library.tools.plan import run_plan
+
+pytestmark = pytest.mark.slow
+STEPS, KILLED_AT = 6, 3
+SIZES = ((96, 64), (64, 96), (64, 64), (128, 72), (72, 128))
+RATES = (16, 24, Fraction(30000, 1001))
+LONG_FRAMES = 12 * 60 * 25  # twelve minutes
+
+
+def write_clips(folder: Path) -> Path:
+    """Twenty clips: five sizes, three rates, a variable rate, a rotated one, a broken one and a very long one."""
+    clips = folder / "clips"
+    for number in range(16):
+        size, rate = SIZES[number % 5], RATES[number % 3]
+        write_clip(clips / f"{number:02d}.mp4", 20 + number, rate, size, shade=12 * number)
+    write_clip(clips / "variable.mp4", 30, 25, times=[40 * number + number % 3 * 15 for number in range(30)], shade=200)
+    write_clip(clips / "rotated.mov", 24, rotation=90, shade=210)
+    write_clip(clips / "long.mkv", LONG_FRAMES, 25, (32, 32), options={"preset": "ultrafast", "g": "250"}, shade=220)
+    (clips / "broken.mp4").write_bytes((clips / "00.mp4").read_bytes()[:700])
+    for clip in sorted(clips.iterdir()):
+        clip.with_suffix(".txt").write_text(f"a clip of {clip.stem}, moving", encoding="utf-8")
+    (folder / "set.toml").write_text(
+        f"""
+[general]
+caption_extension = ".txt"
+enable_bucket = true
+[[datasets]]
+resolution = 64
+min_bucket_reso = 16
+bucket_reso_steps = 16
+batch_size = 2
+[[datasets.subsets]]
+video_dir = '{clips}'
+target_frames = [9, 5]
+frame_extraction = "uniform"
+frame_sample = 2
+flip_aug = true
+"""
+    )
+    return folder / "set.toml"
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory) -> Path:
+    return write_clips(tmp_path_factory.mktemp("clips"))
+
+
+CACHED = ("--cache_latents_to_disk", "--cache_text_encoder_outputs")
+
+
+def build_flags(data: Path, folder: Path, *more: str) -> tuple[str, ...]:
+    settings = "--network_dim 2 --learning_rate 1e-2 --ema_decay 0.9 --save_every_n_steps 2 --save_state --seed 3"
+    return (
+        *("--pretrained_model_name_or_path", "random:wan:tiny", "--dataset_config", str(data)),
+        *("--output_dir", str(folder), "--max_train_steps", str(STEPS), "--on_invalid_images", "skip"),
+        *f"{settings} --mixed_precision no --auto_resume".split(),
+        *more,
+    )
+
+
+@pytest.fixture(scope="module")
+def cached_run(dataset, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("cached")
+    run_on_ranks(1, train, *build_flags(dataset, folder, *CACHED))
+    return folder
+
+
+def test_the_plan_shows_the_frames_and_windows_of_each_clip(dataset):
+    flags = ["--dataset_config", str(dataset), "--pretrained_model_name_or_path", "random:wan:tiny"]
+    text, _ = run_plan([*flags, "--on_invalid_images", "skip"])
+    assert "dataset 1, " in text and "76 windows of 19 clips" in text
+    assert "clips/00.mp4: 96x64, 20 frames in 1.25 s (16 per second); windows: 2 x 5, 2 x 9" in text
+    assert "clips/01.mp4: 64x96, 21 frames in 0.88 s (24 per second), 14 for training; windows: 2 x 5, 2 x 9" in text
+    assert "clips/02.mp4: 64x64, 22 frames in 0.73 s (29.97 per second), 12 for training" in text
+    assert "clips/variable.mp4: 64x48, 30 frames in 1.23 s (variable rate), 20 for training" in text
+    assert "clips/rotated.mov: 48x64, 24 frames" in text
+    assert "clips/long.mkv: 32x32, 18000 frames in 720.00 s (25 per second), 11520 for training" in text
+    assert "1 clip of more than ten minutes, whose windows are read by seeking: clips/long.mkv" in text
+    assert "broken.mp4: cannot be opened as a video" in text
+    plan = json.loads(run_plan([*flags, "--on_invalid_images", "skip", "--json"])[0])["datasets"][0]
+    assert len(plan["clips"]) == 19 and len(plan["samples"]) == 76
+    (last,) = [
+        each for each in plan["samples"] if "long" in each["image"] and each["first_frame"] and each["frames"] == 9
+    ]
+    assert last["first_frame"] == 11520 - 9
+
+
+def test_a_run_on_cached_clips_equals_one_without_caches_to_the_bit(dataset, cached_run, tmp_path):
+    run_on_ranks(1, train, *build_flags(dataset, tmp_path / "uncached"))
+    files = [load_file(folder / "lora.safetensors") for folder in (cached_run, tmp_path / "uncached")]
+    assert files[0].keys() == files[1].keys()
+    assert all(torch.equal(files[0][key], files[1][key]) for key in files[0])
+
+
+@pytest.mark.parametrize("options", [CACHED, ()], ids=["cached", "uncached"])
+def test_a_killed_run_on_clips_resumes_to_the_same_bits(options, dataset, cached_run, tmp_path):
+    whole, killed = cached_run, tmp_path / "killed"
+    if not options:
+        whole = tmp_path / "whole"
+        run_on_ranks(1, train, *build_flags(dataset, whole))
+    with pytest.raises(AssertionError):
+        run_on_ranks(1, train_and_kill, (0,), KILLED_AT, *build_flags(dataset, killed, *options))
+    assert {path.name for path in killed.glob("*-state")} == {"lora-step00000002-state"}
+    run_on_ranks(1, train, *build_flags(dataset, killed, *options))
+    assert compare(whole, killed) == (0.0, True, True)
+
+
+def test_the_exported_file_has_the_names_of_musubi_tuner_and_loads_into_diffusers(cached_run):
+    from library.models.families import FAMILIES
+
+    path = cached_run / "lora.safetensors"
+    with safe_open(path, "pt") as file:
+        names = {key.split(".")[0] for key in file.keys()}
+        buckets = json.loads(file.metadata()["ss_bucket_info"])["buckets"].values()
+    layers = [*(f"{kind}_attn_{name}" for kind in ("self", "cross") for name in "qkvo"), "ffn_0", "ffn_2"]
+    assert names == {f"lora_unet_blocks_{block}_{layer}" for block in range(2) for layer in layers}
+    assert {len(bucket["resolution"]) for bucket in buckets} == {3}
+    pipe = FAMILIES.get("wan")().load("random:wan:tiny", torch.float32)
+    pipe.load_lora_weights(str(path), adapter_name="clips")
+    loaded = dict(pipe.transformer.named_parameters())
+    weights = load_file(path)
+    ours = weights["lora_unet_blocks_0_self_attn_q.lora_up.weight"]
+    scale = float(weights["lora_unet_blocks_0_self_attn_q.alpha"]) / 2
+    theirs = loaded["blocks.0.attn1.to_q.lora_B.clips.weight"] @ loaded["blocks.0.attn1.to_q.lora_A.clips.weight"]
+    expected = scale * ours @ weights["lora_unet_blocks_0_self_attn_q.lora_down.weight"]
+    torch.testing.assert_close(theirs * pipe.transformer.blocks[0].attn1.to_q.scaling["clips"], expected)
+
+
+def test_two_ranks_train_the_same_as_one(dataset, tmp_path):
+    files = []
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        run_on_ranks(
+            ranks, train, *build_flags(dataset, folder, *CACHED, "--gradient_accumulation_steps", str(2 // ranks))
+        )
+        files.append(load_file(folder / "lora.safetensors"))
+    for key, value in files[0].items():
+        torch.testing.assert_close(files[1][key], value, rtol=1e-3, atol=1e-4)

@@ -1,0 +1,251 @@
+"""From clips in a dataset file to batches of their windows: shapes, frames, buckets, masks, controls and messages."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from clip_files import read_numbers, write_clip
+from PIL import Image
+from problem_lines import format_lines
+
+from library.cache.keys import build_latent_keys
+from library.config.schema import TrainConfig
+from library.config.schema_data import DataConfig
+from library.dataloader.batch import Moments
+from library.dataloader.loader import MicroBatchDataset
+from library.dataloader.prepare import PreparedData, prepare_data
+from library.dataset.frame_windows import FrameRule
+from library.errors import ConfigError
+
+RULE = FrameRule(stride=4, fps=16.0)
+HEAD = "[[datasets]]\nresolution = 64\nenable_bucket = true\nmin_bucket_reso = 16\nbucket_reso_steps = 16\n"
+CLIPS = "[[datasets.subsets]]\nvideo_dir = 'clips'\ncaption_extension = '.txt'\n"
+MUSUBI = "[general]\nresolution = [64, 64]\nenable_bucket = true\ncaption_extension = '.txt'\n[[datasets]]\n"
+
+
+def save_clip(folder: Path, name: str, *arguments, caption: str = "a clip", **options) -> Path:
+    path = write_clip(folder / "clips" / name, *arguments, **options)
+    path.with_suffix(".txt").write_text(caption, encoding="utf-8")
+    return path
+
+
+def prepare(folder: Path, text: str, rule: FrameRule | None = RULE, **options) -> PreparedData:
+    (folder / "set.toml").write_text(text, encoding="utf-8")
+    return prepare_data(DataConfig(dataset_config=str(folder / "set.toml"), **options), 16, frame_rule=rule)
+
+
+def load_epoch(prepared: PreparedData):
+    plan = prepared.build_batch_plan(1, TrainConfig(seed=3))
+    reader = MicroBatchDataset(prepared.manifest, prepared.assignments, plan, 0, 3, 100)
+    return [reader[position] for position in range(plan.micro_batches_per_epoch)]
+
+
+def load_numbers(prepared: PreparedData) -> dict[str, list[int]]:
+    """The numbers of the frames of each sample, read from their pixels."""
+    numbers = {}
+    for batch in load_epoch(prepared):
+        assert not batch.bad_samples
+        for key, clip in zip(batch.sample_keys, batch.pixels.numpy(), strict=True):
+            numbers[key] = read_numbers(clip.transpose(1, 2, 3, 0))
+    return numbers
+
+
+def test_batches_have_the_frames_of_their_windows(tmp_path):
+    for name, size in (("wide.mp4", (96, 64)), ("high.mp4", (64, 96))):
+        save_clip(tmp_path, name, 24, 16, size, caption=name)
+    prepared = prepare(tmp_path, f"{HEAD}batch_size = 2\n{CLIPS}target_frames = [6, 9]\nframe_extraction = 'chunk'\n")
+    shapes = {tuple(batch.pixels.shape) for batch in load_epoch(prepared)}
+    assert shapes == {(2, 3, 5, 48, 80), (2, 3, 5, 80, 48), (2, 3, 9, 48, 80), (2, 3, 9, 80, 48)}
+    numbers = load_numbers(prepared)
+    starts = {5: [0, 5, 10, 15], 9: [0, 9]}
+    assert numbers == {
+        f"clips/{name}.mp4 frame {start} to {start + length - 1}": list(range(start, start + length))
+        for name in ("wide", "high")
+        for length in starts
+        for start in starts[length]
+    }
+    by_caption = {sample.key.split(" ")[0]: sample.caption for sample in prepared.manifest.samples}
+    assert by_caption == {"clips/wide.mp4": "wide.mp4", "clips/high.mp4": "high.mp4"}
+
+
+def test_our_files_take_the_true_rate_and_musubi_tuners_the_one_they_name_or_none(tmp_path):
+    save_clip(tmp_path, "a.mp4", 32, 32)
+    first = "clips/a.mp4 frame 0 to 4"
+    own = prepare(tmp_path, f"{HEAD}{CLIPS}target_frames = [5]\n")
+    assert load_numbers(own) == {first: [0, 2, 4, 6, 8]}
+    as_they_are = prepare(tmp_path, f"{MUSUBI}video_directory = 'clips'\ntarget_frames = [5]\n")
+    assert load_numbers(as_they_are) == {first: [0, 1, 2, 3, 4]}
+    counted = prepare(tmp_path, f"{MUSUBI}video_directory = 'clips'\ntarget_frames = [5]\nsource_fps = 24.0\n")
+    assert load_numbers(counted) == {first: [0, 2, 3, 5, 7]}, "the sums are those of floats"
+    fingerprints = {each.manifest.compute_fingerprint() for each in (own, as_they_are, counted)}
+    assert len(fingerprints) == 3
+    keys = [
+        bytes(build_latent_keys(each.build_static_augmenter(), "vae").keys[0]) for each in (own, as_they_are, counted)
+    ]
+    assert len(set(keys)) == 3, "the rate is part of the key of cached latents"
+
+
+def test_images_and_clips_in_one_file_are_in_buckets_of_their_own(tmp_path):
+    save_clip(tmp_path, "a.mp4", 12)
+    (tmp_path / "images").mkdir()
+    Image.new("RGB", (64, 48), (10, 20, 30)).save(tmp_path / "images" / "a.png")
+    images = "[[datasets.subsets]]\nimage_dir = 'images'\nclass_tokens = 'x'\n"
+    prepared = prepare(tmp_path, f"{HEAD}{images}{CLIPS}target_frames = [1, 9]\n")
+    assert [(bucket.num_frames, len(bucket.sample_indices)) for bucket in prepared.buckets] == [(1, 2), (9, 1)]
+    assert {tuple(batch.pixels.shape[2:-2]) for batch in load_epoch(prepared)} == {(), (9,)}
+
+
+def test_a_table_lists_clips_and_folders_of_images(tmp_path):
+    write_clip(tmp_path / "a.mp4", 9)
+    (tmp_path / "walk").mkdir()
+    for number in range(9):
+        Image.new("RGB", (64, 48), (5 * number, 5 * number, 0)).save(tmp_path / "walk" / f"{number}.png")
+    rows = [{"video_path": str(tmp_path / name), "caption": name} for name in ("a.mp4", "walk")]
+    (tmp_path / "clips.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    table = str(tmp_path / "clips.jsonl")
+    prepared = prepare(tmp_path, f"{MUSUBI}video_jsonl_file = '{table}'\ntarget_frames = [9]\n")
+    assert list(load_numbers(prepared).values()) == [list(range(9))] * 2
+    assert [sample.caption for sample in prepared.manifest.samples] == ["a.mp4", "walk"]
+    own = prepare(tmp_path, f"{HEAD}[[datasets.subsets]]\nmetadata_file = '{table}'\ntarget_frames = [5]\n")
+    assert len(own.manifest.samples) == 2
+    with pytest.raises(ConfigError, match=r"target_frames: missing; set the lengths of windows"):
+        prepare(tmp_path, f"{HEAD}[[datasets.subsets]]\nmetadata_file = '{table}'\n")
+
+
+def test_flips_and_masks_are_those_of_all_frames(tmp_path):
+    save_clip(tmp_path, "a.mp4", 9, 16, (64, 64))
+    (tmp_path / "masks").mkdir()
+    mask = np.zeros((64, 64), np.uint8)
+    mask[:, :20] = 255
+    Image.fromarray(mask).save(tmp_path / "masks" / "a.png")
+    subset = f"{CLIPS}target_frames = [5, 9]\nflip_aug = true\nconditioning_data_dir = 'masks'\nnum_repeats = 6\n"
+    prepared = prepare(tmp_path, f"{HEAD}{subset}", masked_loss=True)
+    sides = set()
+    for batch in load_epoch(prepared):
+        assert batch.mask.shape == (1, 1, 64, 64)
+        clip, is_left = batch.pixels[0], bool(batch.mask[0, 0, 0, 0] > 0)
+        corners = clip[:, :, 2, 2] if is_left else clip[:, :, 2, -3]
+        assert bool((corners > 200).all()), "the white corner of every frame is on the side of the mask"
+        sides.add(is_left)
+    assert sides == {True, False}
+
+
+def test_a_control_clip_is_cut_or_its_last_frame_repeated(tmp_path):
+    for name in ("long", "short", "folder"):
+        save_clip(tmp_path, f"{name}.mp4", 9)
+    write_clip(tmp_path / "control" / "long.mp4", 30)
+    write_clip(tmp_path / "control" / "short.mov", 4)
+    (tmp_path / "control" / "folder").mkdir()
+    for number in range(9):
+        Image.new("RGB", (64, 48), (5 * number, 5 * number, 0)).save(tmp_path / "control" / "folder" / f"{number}.png")
+    prepared = prepare(tmp_path, f"{HEAD}{CLIPS}target_frames = [9]\ncontrol_directory = 'control'\n")
+    found = {}
+    for batch in load_epoch(prepared):
+        (control,) = batch.control_pixels
+        assert control.shape == batch.pixels.shape
+        found[batch.sample_keys[0].split()[0]] = read_numbers(control[0].numpy().transpose(1, 2, 3, 0))
+    assert found == {
+        "clips/long.mp4": list(range(9)),
+        "clips/short.mp4": [0, 1, 2, 3, 3, 3, 3, 3, 3],
+        "clips/folder.mp4": list(range(9)),
+    }
+    save_clip(tmp_path, "alone.mp4", 9)
+    with pytest.raises(ConfigError, match=r"alone.mp4: has no control clip: no alone.mp4, no folder alone"):
+        prepare(tmp_path, f"{HEAD}{CLIPS}target_frames = [9]\ncontrol_directory = 'control'\n")
+
+
+def test_all_windows_of_a_clip_are_on_one_side_of_the_validation_split(tmp_path):
+    for number in range(6):
+        save_clip(tmp_path, f"{number}.mp4", 20, shade=30 * number)
+    text = f"{HEAD}{CLIPS}target_frames = [5]\nframe_extraction = 'chunk'\nvalidation_split = 0.4\n"
+    prepared = prepare(tmp_path, text)
+    train = {sample.content_hash for sample in prepared.manifest.samples}
+    held = [sample.content_hash for sample in prepared.validation.manifest.samples]
+    assert held and len(held) == 4 * len(set(held)) and not train & set(held)
+    assert len(train) + len(set(held)) == 6
+
+
+def test_each_window_has_a_key_of_its_own_in_the_cache(tmp_path):
+    save_clip(tmp_path, "a.mp4", 24)
+    prepared = prepare(tmp_path, f"{HEAD}{CLIPS}target_frames = [5, 9]\nframe_extraction = 'chunk'\n")
+    keys = build_latent_keys(prepared.build_static_augmenter(), "vae").keys
+    assert len(set(map(bytes, keys))) == len(keys) == 6
+    other = prepare(tmp_path, f"{HEAD}{CLIPS}target_frames = [5]\nframe_extraction = 'chunk'\n")
+    assert set(map(bytes, build_latent_keys(other.build_static_augmenter(), "vae").keys)) < set(map(bytes, keys))
+
+
+def test_clips_that_cannot_be_used_are_named_before_training(tmp_path):
+    save_clip(tmp_path, "good.mp4", 9)
+    save_clip(tmp_path, "short.mp4", 4)
+    save_clip(tmp_path, "slow.mp4", 9, 8, shade=90)
+    (tmp_path / "clips" / "broken.mp4").write_bytes(b"nothing")
+    (tmp_path / "clips" / "broken.txt").write_text("x")
+    text = f"{HEAD}{CLIPS}target_frames = [9]\n"
+    with pytest.raises(ConfigError) as caught:
+        prepare(tmp_path, text)
+    lines = format_lines(caught.value.problems)
+    assert lines[0].startswith(f"{tmp_path}/clips/broken.mp4: cannot be opened as a video")
+    notes = "\n".join(prepare(tmp_path, text, on_invalid_images="skip").manifest.notes)
+    assert "1 clip too short for any window, and not trained" in notes
+    assert "clips/short.mp4 (4 frames; the shortest window has 9)" in notes
+    assert (
+        "1 clip with fewer frames per second than the model's 16: frames are shown again: clips/slow.mp4 (8)" in notes
+    )
+    with pytest.raises(ConfigError, match=r"no images left to train on") as caught:
+        prepare(tmp_path, text.replace("[9]", "[81]"), on_invalid_images="skip")
+    assert "too short for any window" in str(caught.value)
+
+
+def test_what_clips_do_not_support_is_named(tmp_path):
+    save_clip(tmp_path, "a.mp4", 9)
+    with pytest.raises(ConfigError) as caught:
+        prepare(tmp_path, f"{HEAD}{CLIPS}alpha_mask = true\ncolor_aug = true\n")
+    lines = [line.removeprefix(f"{tmp_path}/") for line in format_lines(caught.value.problems)]
+    assert [line.split(": ")[1] for line in lines] == ["alpha_mask", "color_aug", "target_frames"]
+    with pytest.raises(ConfigError, match=r"video_dir: this model makes images, not videos; choose a model of videos"):
+        prepare(tmp_path, f"{HEAD}{CLIPS}target_frames = [9]\n", rule=None)
+
+
+def test_the_plan_is_the_same_in_another_folder_and_after_a_rename_of_it(tmp_path):
+    """Clips are found by their content, and nothing depends on where they are."""
+    plans = []
+    for folder in ("one", "two"):
+        for number in range(3):
+            save_clip(tmp_path / folder, f"{number}.mp4", 20, shade=40 * number)
+        prepared = prepare(tmp_path / folder, f"{HEAD}{CLIPS}target_frames = [5, 9]\n")
+        plan = prepared.build_batch_plan(2, TrainConfig(seed=5))
+        plans.append(([plan.get_step(step) for step in range(9)], prepared.manifest.compute_fingerprint()))
+    assert plans[0] == plans[1]
+
+
+def test_dummy_batches_have_the_frames_of_their_bucket(tmp_path):
+    save_clip(tmp_path, "a.mp4", 9)
+    (batch,) = load_epoch(prepare(tmp_path, f"{HEAD}{CLIPS}target_frames = [9]\n"))
+    assert batch.frame_shape == (9,)
+    assert batch.build_dummy_batch((32, 16), 2, num_frames=5).pixels.shape == (2, 3, 5, 16, 32)
+    assert batch.build_dummy_batch((32, 16), 2).pixels.shape == (2, 3, 16, 32)
+    crop = batch.crop_first_image(16)
+    assert torch.equal(crop.pixels[0], batch.pixels[0, :, 0, :16, :16])
+    height, width = batch.pixels.shape[-2:]
+    latents = torch.arange(2 * 4 * 3 * height * width // 64, dtype=torch.float32)
+    latents = latents.view(1, 2, 4, 3, height // 8, width // 8)
+    cached = replace(batch, pixels=None, moments=Moments(latents))
+    dummy = cached.build_dummy_batch((32, 16), 2, num_frames=13, frame_stride=4)
+    assert cached.frame_shape == (3,) and dummy.moments.mean_and_std.shape == (2, 2, 4, 4, 2, 4)
+    assert torch.equal(cached.crop_first_image(16).moments.mean_and_std, latents[..., :1, :2, :2])
+
+
+def test_keys_of_other_ways_to_cut_clips_are_named_as_unused(tmp_path):
+    save_clip(tmp_path, "a.mp4", 9)
+    keys = "target_frames = [5]\nframe_extraction = 'full'\nframe_stride = 3\nframe_sample = 2\n"
+    notes = prepare(tmp_path, f"{HEAD}{CLIPS}{keys}").manifest.notes
+    unused = [note.split(": ")[1] for note in notes if ": not used, because" in note]
+    assert unused == ["target_frames", "frame_stride", "frame_sample"]
+    images = "[[datasets.subsets]]\nimage_dir = 'images'\nclass_tokens = 'x'\nmax_frames = 5\n"
+    (tmp_path / "images").mkdir()
+    Image.new("RGB", (64, 48)).save(tmp_path / "images" / "a.png")
+    (note,) = [note for note in prepare(tmp_path, f"{HEAD}{images}").manifest.notes if "max_frames" in note]
+    assert note.endswith("max_frames: not used, because no subset here has clips")
