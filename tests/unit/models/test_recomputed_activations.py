@@ -6,9 +6,15 @@ import importlib
 import pytest
 import torch
 from diffusers.models.activations import GEGLU
+from diffusers.models.attention import FeedForward
 from torch import nn
 
+from library.adapters.dropout_and_max_norm import LoraDropout
+from library.adapters.injection import inject_into_model, iter_adapter_parameters
+from library.adapters.precision import leave_input_casts_to_autocast
+from library.config.schema import AdapterConfig
 from library.models.recomputed_activations import FEED_FORWARDS, HALVES, recompute_activations
+from library.parallel.fuse_lora import fuse_lora_layers
 
 
 def build_module(name, dtype):
@@ -54,3 +60,31 @@ def test_other_activations_stay():
     model = nn.Sequential(Other(4, 4), nn.GELU())
     assert recompute_activations(model) == 0
     assert "forward" not in vars(model[0])
+
+
+@pytest.mark.parametrize("activation", ["geglu", "gelu-approximate", "linear-silu", "swiglu"])
+@pytest.mark.parametrize("drops", [False, True])
+def test_a_lora_layer_does_not_keep_the_activation_that_it_reads(activation, drops):
+    results = []
+    for recomputes in (False, True):
+        torch.manual_seed(0)
+        model = FeedForward(16, mult=2, activation_fn=activation).to(torch.bfloat16).train()
+        inject_into_model(model, AdapterConfig(network_dim=4), ("net.0.proj", "net.2"), seed=3)
+        for name, parameter in iter_adapter_parameters(model):
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(5))
+        leave_input_casts_to_autocast(model)
+        assert fuse_lora_layers(model, torch.bfloat16) == 2
+        if drops:
+            dropout = LoraDropout(0.3, 0.0, 0.0)
+            dropout.attach(layer.lora_A["default"] for layer in (model.net[0].proj, model.net[2]))
+            dropout.sample_keys = torch.tensor([5, 9, 11])
+        assert not recomputes or recompute_activations(model) == 1
+        states = torch.randn(3, 20, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
+        results.append(compute(model, states, torch.bfloat16))
+    (expected, before), (actual, after) = results
+    trained = [each is not None for each in expected]
+    assert sum(trained) == 2 + 4 and trained == [each is not None for each in actual]
+    assert all(torch.equal(*pair) for pair in zip(expected, actual, strict=True) if pair[0] is not None)
+    size = 3 * 20 * 32 * 2
+    assert before - after >= size, "the output of the activation"
