@@ -426,10 +426,11 @@ class TrainConfig:
         changes_result=False,
         aliases=(Alias("split_mode", 18),),
     )
-    block_swap_window_mb: int = define_option(
+    block_swap_ring_size: int = define_option(
         0,
-        "blocks_to_swap: MiB of prefetched weights that may wait on the device;"
-        " 0: the size of the largest swapped block, at least 256",
+        "blocks_to_swap: buffers on the device, each as large as the largest swapped block, to which blocks are copied"
+        " ahead of their use; 1: the least memory, but copies and computation alternate;"
+        " 0: 2, or as many as fit into 512 MiB",
         minimum=0,
         needs=(IsSet("blocks_to_swap", "blocks_to_swap is not set"),),
         changes_result=False,

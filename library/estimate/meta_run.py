@@ -291,8 +291,7 @@ class MetaRun:
         groups = FakeGroup(tp), FakeGroup(cp)
         self._partition(*groups, pipeline)
         self.frozen = [parameter for parameter in self.trained.parameters() if not parameter.requires_grad]
-        # Prefetching of swapped weights and a checkpointing budget begin with the second step.
-        count = 2 if config.train.blocks_to_swap or config.train.activation_memory_budget else 1
+        count = 2 if config.train.activation_memory_budget else 1  # which begins with the second step
         self.step = [self._run_step() for _ in range(count)][-1]
         self.sent_bytes = sum(group.sent_bytes for group in groups) / count
         """Bytes that a micro-batch sends to tensor- and context-parallel ranks."""
@@ -317,7 +316,7 @@ class MetaRun:
 
     def _store_base_weights(self, config: RunConfig) -> StoredBase:
         train = config.train
-        return self.base_weights.store(config.model.quantize_base, train.blocks_to_swap, train.block_swap_window_mb)
+        return self.base_weights.store(config.model.quantize_base, train.blocks_to_swap, train.block_swap_ring_size)
 
     def replace_step(self, config: RunConfig, step: MetaStep) -> "MetaRun":
         """Return the same run with another step."""

@@ -22,8 +22,8 @@ RECOMPUTATION_FACTOR = 1.34
 """How much slower kernels start with activation checkpointing, whose hooks run for every tensor that is saved."""
 BYTES_PER_FLOP = 1e-2
 """Bandwidth of a device's memory for its speed: 1 TB/s for 100 TFLOP/s."""
-SECONDS_PER_FETCH = 350e-6
-"""The time that the computation waits when a swapped weight is fetched, however small it is."""
+SECONDS_PER_SWAP = 350e-6
+"""The time that the host takes to start the copy of a swapped block; assumed, since no GPU has measured it."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def estimate_images_per_second(
         computation, sent_bytes = sum(seconds), 2 * sum(part.sent_bytes for part in parts)
     computation *= micro_batches + (stages - 1) / len(parts[0].chunks)
     # Gathering weights overlaps with computation; activations and gradients do not.
-    computation += micro_batches * 2 * run.stored.swapped_weights * SECONDS_PER_FETCH
+    computation += micro_batches * 2 * run.stored.swapped_blocks * SECONDS_PER_SWAP
     gathered_bytes = _count_gathered_bytes(layout, run, passes) + 2 * run.stored.offloaded.total
     total = max(computation, micro_batches * gathered_bytes / devices.link_speed)
     total += (micro_batches * sent_bytes + _count_synchronized_bytes(layout, run)) / devices.link_speed
