@@ -71,7 +71,7 @@ _1024 = ("--resolution", "1024", *_BF16)
 _CHECKPOINTED = (*_1024, "--gradient_checkpointing")
 SECTIONS: Sequence[Section] = (
     # First what no GPU has measured yet.
-    Section("block_swap", "memory:compare_ring_sizes", 90, "half of SDXL's blocks swapped, with rings of 1 to 12 buffers",
+    Section("block_swap", "memory:compare_ring_sizes", 90, "half of SDXL swapped, with rings of 1 to 12 buffers",
             "random:sdxl", _1024),
     Section("block_swap_flux", "memory:compare_ring_sizes", 110, "the same for FLUX.1, checkpointed", "random:flux",
             _CHECKPOINTED),

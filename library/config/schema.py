@@ -201,6 +201,13 @@ class ModelConfig:
         former_name="base_storage",
         former_values=(("float", "none"),),
     )
+    quantized_matmul: bool = define_option(
+        False,
+        "quantize_base fp8, int8: multiply in that format, with inputs and gradients that are quantized token by token,"
+        " instead of dequantizing weights; fp8 needs an Ada, Hopper or later GPU; not measured on a GPU yet",
+        needs=(HasValue("quantize_base", ("fp8", "int8"), "quantize_base is neither fp8 nor int8"),),
+        changes_text_outputs=False,
+    )
     guidance_scale: float = define_option(
         1.0,
         "value of the guidance embedding of FLUX.1 dev and FLUX.2 dev in training; not classifier-free guidance",

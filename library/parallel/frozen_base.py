@@ -10,7 +10,8 @@ from torch import nn
 
 from ..config.schema import ModelConfig, TrainConfig
 from .block_swap import BlockOffloader, OffloadedBytes, count_block_bytes
-from .quantize import QuantizedWeight, can_convert_frozen_layer, convert_frozen_layer
+from .quantize import FrozenLayer, QuantizedWeight, can_convert_frozen_layer, convert_frozen_layer
+from .quantized_matmul import QuantizedMatmulLinear, can_multiply_quantized
 
 logger = logging.getLogger(__name__)
 
@@ -49,12 +50,16 @@ def quantize_and_offload_base(
         if index in swapped:
             weights = [_quantize(layer, device, quant_type, nf4_kernel) for layer in block_layers]
             for layer, fetch in zip(block_layers, offloader.offload_block(weights), strict=True):
-                convert_frozen_layer(layer, fetch)
+                convert_frozen_layer(layer, fetch, _select_class(layer, model))
             continue
         for layer in block_layers:
             weight = _quantize(layer, device, quant_type, nf4_kernel)
-            convert_frozen_layer(layer, weight.map_tensors(lambda tensor: tensor.to(base_device)))
+            weight_on_base = weight.map_tensors(lambda tensor: tensor.to(base_device))
+            convert_frozen_layer(layer, weight_on_base, _select_class(layer, model))
             bytes_on_device += weight.nbytes
+    count = sum(isinstance(layer, QuantizedMatmulLinear) for layer in denoiser.modules())
+    if model.quantized_matmul:
+        logger.info("base model: %d layers multiply in %s", count, quant_type)
     logger.info(
         "base model: frozen weights of %d blocks: %.2f GB -> %.2f GB (%s%s), %d blocks offloaded (%.2f GB, %d buffers)",
         len(blocks),
@@ -67,6 +72,13 @@ def quantize_and_offload_base(
         offloaded.ring_size,
     )
     return offloaded
+
+
+def _select_class(layer: nn.Module, model: ModelConfig) -> type[FrozenLayer] | None:
+    """Select the class of a layer that multiplies in the format of its weight, or None."""
+    if model.quantized_matmul and can_multiply_quantized(layer, model.quantize_base):
+        return QuantizedMatmulLinear
+    return None
 
 
 def _count_host_bytes(layers: Sequence[Any], quant_type: str) -> int:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..adapters import injection
@@ -20,6 +21,7 @@ from ..models.validate_options import validate_attention_mode
 from ..optim.optimizers import resolve_optimizer
 from ..parallel.frozen_base import find_innermost_blocks
 from ..parallel.parallel_plan import build_block_sequence, build_tensor_parallel_plan
+from ..parallel.quantized_matmul import QUANT_TYPES, find_matmul_obstacle
 from ..parallel.validate_engines import validate_device_map
 from ..problems import Problem
 from .trainable_modules import select_target_components
@@ -150,6 +152,32 @@ def validate_quantize_offload(
     if model.quantize_base != "none" and not can_quantize_base:
         yield Problem(
             "quantize_base", "not available with ZeRO 3", "use --fsdp, which shards quantized weights, or ZeRO 1 or 2"
+        )
+
+
+def validate_quantized_matmul(
+    model: ModelConfig, parallel: ParallelConfig, mixed_precision: str, device: torch.device | None
+) -> Iterator[Problem]:
+    """Products in fp8 and int8 have bf16 results, need whole rows and a device that has them."""
+    if not model.quantized_matmul or model.quantize_base not in QUANT_TYPES:
+        return
+    if mixed_precision not in ("", "bf16"):
+        yield Problem(
+            "quantized_matmul",
+            f"needs mixed_precision bf16, not {mixed_precision}",
+            "add --mixed_precision bf16",
+            others=("mixed_precision",),
+        )
+    if parallel.tp_size > 1:
+        yield Problem(
+            "quantized_matmul",
+            "tensor parallelism splits the rows that have one scale",
+            "use --fsdp or --cp_size",
+            others=("tp_size",),
+        )
+    if device is not None and (obstacle := find_matmul_obstacle(model.quantize_base, device)):
+        yield Problem(
+            "quantized_matmul", obstacle, "remove it: weights are then dequantized", others=("quantize_base",)
         )
 
 
