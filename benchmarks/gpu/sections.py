@@ -76,6 +76,9 @@ SECTIONS: Sequence[Section] = (
     Section("block_swap_flux", "memory:compare_ring_sizes", 110, "the same for FLUX.1, checkpointed", "random:flux",
             _CHECKPOINTED),
     Section("device", "correctness:measure_device", 10, "bf16 and fp8 matmul, copies: what others compare with"),
+    Section("kernels", "kernels:measure_kernels", 110, "nf4 by both kernels; fp8 and int8 matmul, and its LoRA"),
+    Section("matmul_flux", "kernels:measure_quantized_steps", 240, "FLUX.1 with fp8 and int8 matmul, eager, compiled",
+            "random:flux", _CHECKPOINTED),
     Section("qwen_image", "training_speed:measure_model", 130, "Qwen-Image at 1024, checkpointed", "random:qwen_image",
             _CHECKPOINTED),
     Section("peers_sdxl", "training_speed:compare_peers", 180, "SDXL beside diffusers' script (--diffusers)",
@@ -108,7 +111,6 @@ SECTIONS: Sequence[Section] = (
             (*_1024, "--attn_mode", "cudnn")),
     Section("sd1", "training_speed:measure_model", 70, "Stable Diffusion 1.5 at 512, batch size 8", "random:sd1",
             ("--resolution", "512", *_BF16, "--train_batch_size", "8")),
-    Section("kernels", "kernels:measure_kernels", 80, "nf4 by our code and bitsandbytes; fp8 matmul and its loss"),
     # Last what was right when it was measured.
     Section("golden", "correctness:compare_losses", 60, "losses on the device against those on the CPU, fp32, bf16,"
             " fp16"),
