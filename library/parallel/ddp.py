@@ -19,6 +19,8 @@ from .strategy import Strategy
 class DDPStrategy(Strategy):
     """Wraps the model with accelerate, which means DDP where there are several processes."""
 
+    supports_cuda_graphs = True
+
     def wrap(self, model: nn.Module, optimizer: Optimizer, plan: ParallelPlan | None = None) -> tuple[nn.Module, Any]:
         with self._disable_accelerate_compile(), warnings.catch_warnings():
             # accelerate passes broadcast_buffers, which torch 2.13 deprecates; it still has its effect.
@@ -37,7 +39,11 @@ class DDPStrategy(Strategy):
     def compute_gradients(
         self, task: TrainingTask, batches: Sequence[PixelBatch], num_samples: int, step: int
     ) -> Tensor:
-        return self._all_reduce_loss(self._accumulate_gradients(task, batches, num_samples, step))
+        if self.step_graphs is None or self.comm.world_size == 1:
+            return self._all_reduce_loss(self._accumulate_gradients(task, batches, num_samples, step))
+        # DDP's hooks do not run in a graph.
+        total, gradients = self._compute_local_gradients(task, batches, num_samples, step)
+        return self._all_reduce_gradients(total, gradients)
 
     def compute_gradients_catching_oom(
         self, task: TrainingTask, batches: Sequence[PixelBatch], num_samples: int, step: int
@@ -47,17 +53,18 @@ class DDPStrategy(Strategy):
         A rank that fails in the middle of DDP's all-reduces would leave the others waiting in them.
         """
 
-        def compute_local_gradients() -> tuple[Tensor, FlatGradients | None]:
-            accumulate = self.gradient_accumulation.accumulate_without_sync
-            total = accumulate(self.model, task, batches, num_samples, step)
-            self.straggler_monitor.mark_gradients_ready()
-            with record_phase("communication"):
-                return total, FlatGradients(self.model) if self.comm.world_size > 1 else None
+        result = self.run_catching_oom(lambda: self._compute_local_gradients(task, batches, num_samples, step))
+        return result if isinstance(result, OutOfMemory) else self._all_reduce_gradients(*result)
 
-        result = self.run_catching_oom(compute_local_gradients)
-        if isinstance(result, OutOfMemory):
-            return result
-        total, gradients = result
+    def _compute_local_gradients(
+        self, task: TrainingTask, batches: Sequence[PixelBatch], num_samples: int, step: int
+    ) -> tuple[Tensor, FlatGradients | None]:
+        total = self.gradient_accumulation.accumulate_without_sync(self.model, task, batches, num_samples, step)
+        self.straggler_monitor.mark_gradients_ready()
+        with record_phase("communication"):
+            return total, FlatGradients(self.model) if self.comm.world_size > 1 else None
+
+    def _all_reduce_gradients(self, total: Tensor, gradients: FlatGradients | None) -> Tensor:
         if gradients is not None:
             with record_phase("communication"):
                 gradients.all_reduce_mean(self.comm.world_size)

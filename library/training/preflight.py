@@ -53,6 +53,7 @@ class RunFacts:
     has_full_model: bool = True
     can_quantize_base: bool = True
     is_compile_enabled: bool = False
+    supports_cuda_graphs: bool = True
     optimizer_sharding_engine: str = ""
     mixed_precision: str = ""
     """Empty where it is not known, as in a plan; so is the device."""
@@ -66,6 +67,7 @@ class RunFacts:
             has_full_model=strategy.has_full_model,
             can_quantize_base=strategy.can_quantize_base,
             is_compile_enabled=strategy.is_compile_enabled,
+            supports_cuda_graphs=strategy.supports_cuda_graphs,
             optimizer_sharding_engine=strategy.optimizer_sharding_engine,
             mixed_precision=strategy.mixed_precision,
             device=strategy.device,
@@ -120,6 +122,9 @@ def list_run_checks() -> Sequence[RunCheck]:
         ),
         lambda config, facts: validate_model.validate_quantize_offload(
             config.model, config.train, facts.has_full_model, facts.can_quantize_base
+        ),
+        lambda config, facts: validate_model.validate_cuda_graphs(
+            config, facts.family, facts.supports_cuda_graphs, facts.device
         ),
         lambda config, facts: validate_model.validate_quantized_matmul(
             config.model, config.parallel, facts.mixed_precision, facts.device

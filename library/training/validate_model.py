@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..adapters import injection
-from ..config.schema import AdapterConfig, ModelConfig, TrainConfig
+from ..config.schema import AdapterConfig, ModelConfig, RunConfig, TrainConfig
 from ..config.schema_distributed import ParallelConfig
 from ..config.schema_optim import OptimConfig
 from ..config.validate_adapter import validate_adapter_for_model
@@ -179,6 +179,24 @@ def validate_quantized_matmul(
         yield Problem(
             "quantized_matmul", obstacle, "remove it: weights are then dequantized", others=("quantize_base",)
         )
+
+
+def validate_cuda_graphs(
+    config: RunConfig, family: Family, is_supported: bool, device: torch.device | None
+) -> Iterator[Problem]:
+    """Graphs need CUDA, one process or DDP, frozen text encoders, and a model whose forward is the device's alone."""
+    if not config.distributed.cuda_graphs:
+        return
+    fix = "remove it"
+    if device is not None and device.type != "cuda":
+        yield Problem("cuda_graphs", f"needs a CUDA device, and this run has {device.type}", fix)
+    if not is_supported:
+        yield Problem("cuda_graphs", "the launcher asks for an engine whose hooks a graph does not have", fix)
+    if select_trained_text_encoders(config.adapter, config.optim, family.facts):
+        fix_encoders = "add --network_train_unet_only"
+        yield Problem("cuda_graphs", "text encoders are trained, which run before the graph", fix_encoders)
+    if reason := family.facts.blocks.unsupported_strategies.get("cuda_graphs"):
+        yield Problem("cuda_graphs", reason, fix)
 
 
 def validate_compile(family: Family, is_compile_enabled: bool) -> Iterator[Problem]:
