@@ -71,6 +71,10 @@ _1024 = ("--resolution", "1024", *_BF16)
 _CHECKPOINTED = (*_1024, "--gradient_checkpointing")
 SECTIONS: Sequence[Section] = (
     # First what no GPU has measured yet.
+    Section("graphs_sdxl", "graphs:compare_graphs", 200, "SDXL with --cuda_graphs and without: losses, step, memory",
+            "random:sdxl", _1024),
+    Section("graphs_sd1", "graphs:compare_graphs", 120, "the same for Stable Diffusion 1.5", "random:sd1",
+            ("--resolution", "512", *_BF16)),
     Section("block_swap", "memory:compare_ring_sizes", 90, "half of SDXL swapped, with rings of 1 to 12 buffers",
             "random:sdxl", _1024),
     Section("block_swap_flux", "memory:compare_ring_sizes", 110, "the same for FLUX.1, checkpointed", "random:flux",

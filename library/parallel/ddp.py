@@ -17,7 +17,11 @@ from .strategy import Strategy
 
 
 class DDPStrategy(Strategy):
-    """Wraps the model with accelerate, which means DDP where there are several processes."""
+    """Wraps the model with accelerate, which means DDP where there are several processes.
+
+    With CUDA graphs nothing is wrapped: the hooks of DDP do not run in a graph, and the nodes of autograd that they
+    hold belong to another stream.  Gradients are then all-reduced after the last backward.
+    """
 
     supports_cuda_graphs = True
 
@@ -25,6 +29,10 @@ class DDPStrategy(Strategy):
         with self._disable_accelerate_compile(), warnings.catch_warnings():
             # accelerate passes broadcast_buffers, which torch 2.13 deprecates; it still has its effect.
             warnings.filterwarnings("ignore", message=".*broadcast_buffers.* is deprecated", category=FutureWarning)
+            if self.uses_cuda_graphs:
+                self.model = self.accelerator.prepare_model(model, evaluation_mode=True)
+                self.optimizer = self.accelerator.prepare_optimizer(optimizer)
+                return self.model, self.optimizer
             if self.comm.world_size > 1:
                 exclude_frozen_from_ddp(model)
             # accelerate passes the local rank as the device, and SLURM may show each process its own device only.
@@ -39,9 +47,8 @@ class DDPStrategy(Strategy):
     def compute_gradients(
         self, task: TrainingTask, batches: Sequence[PixelBatch], num_samples: int, step: int
     ) -> Tensor:
-        if self.step_graphs is None or self.comm.world_size == 1:
+        if not self.uses_cuda_graphs:
             return self._all_reduce_loss(self._accumulate_gradients(task, batches, num_samples, step))
-        # DDP's hooks do not run in a graph.
         total, gradients = self._compute_local_gradients(task, batches, num_samples, step)
         return self._all_reduce_gradients(total, gradients)
 

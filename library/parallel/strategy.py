@@ -47,6 +47,7 @@ class StrategySettings:
     deepspeed: DeepSpeedSettings | None = None
     device_map: DeviceMap | None = None
     pp_schedule: str = "1f1b"
+    uses_cuda_graphs: bool = False
     is_stop_requested: Callable[[], bool] = lambda: False
     """Whether this process got a signal to stop the run."""
 
@@ -89,6 +90,7 @@ class Strategy(ABC):
         self.base_load_device = self.device
         """The device to which the base model is loaded, before ``wrap``."""
         self.straggler_monitor = StragglerMonitor(self.device, comm.world_size)
+        self.uses_cuda_graphs = settings.uses_cuda_graphs
         self.step_graphs: StepGraphs | None = None
         """The CUDA graphs of micro-batches, if there are any."""
         self._is_stop_requested = settings.is_stop_requested

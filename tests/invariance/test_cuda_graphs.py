@@ -10,12 +10,13 @@ import pytest
 import torch
 from problem_lines import format_lines
 from rank_processes import run_on_ranks
-from replayed_graphs import use_graphs
+from replayed_graphs import build_run_with_graphs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu.correctness import record_losses
 from benchmarks.synthetic_run import build_run, write_dataset
 from library.config import parse_config
+from library.models.constant_copies import ConstantCopies
 from library.models.families import FAMILIES
 from library.parallel.async_copy import CopyStream
 from library.parallel.cuda_graphs import GradientBuffers
@@ -30,12 +31,16 @@ def train(model, options, max_graphs, sizes=SIZES, steps=4):
     folder = Path(tempfile.mkdtemp())
     flags = ["--pretrained_model_name_or_path", model, "--resolution", "64", "--network_dim", "2", *options]
     argv = write_dataset([*flags, "--learning_rate", "1e-2"], folder, steps, sizes=sizes, min_images=4)
-    with build_run(argv, folder) as run:
-        capture = use_graphs(run, max_graphs) if max_graphs else None
+    if not max_graphs:
+        with build_run(argv, folder) as run:
+            return record_losses(run), copy_weights(run), None
+    with build_run_with_graphs(argv, folder, max_graphs) as (run, capture):
         losses = record_losses(run)
-        graphs = run.strategy.step_graphs
-        counts = (capture.captured, capture.replayed, graphs.num_eager) if capture else None
-        return losses, [parameter.detach().numpy().copy() for parameter in run.parameters], counts
+        return losses, copy_weights(run), (capture.captured, capture.replayed, run.strategy.step_graphs.num_eager)
+
+
+def copy_weights(run):
+    return [parameter.detach().numpy().copy() for parameter in run.parameters]
 
 
 def compare_with_graphs(model, options, max_graphs, expected_counts, world_size=1):
@@ -129,6 +134,28 @@ def find_host_copies(model, *options):
 def test_nothing_in_a_graph_comes_from_the_host(model):
     options = ("--min_snr_gamma", "5", "--loss_type", "huber", "--huber_schedule", "snr", "--gradient_checkpointing")
     assert run_on_ranks(1, find_host_copies, f"random:{model}:tiny", *options) == [[]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [name for name in FAMILIES.list_names() if name not in ("sd1", "sdxl")])
+def test_nothing_in_a_graph_of_any_family_comes_from_the_host(model):
+    """Families whose images all need control images are not tried; they compute as those without do."""
+    facts = FAMILIES.get(model).facts
+    if facts.control.num_images[0]:
+        pytest.skip("needs control images")
+    (copies,) = run_on_ranks(1, find_host_copies, f"random:{model}:tiny", "--network_train_unet_only")
+    assert bool(copies) == ("cuda_graphs" in facts.blocks.unsupported_strategies), copies
+
+
+def test_a_constant_is_copied_once_and_found_by_its_values():
+    copies, first = ConstantCopies(max_copies=2), torch.arange(6.0).view(2, 3)
+    copy = copies.get(first, META)
+    assert copies.get(first.clone(), META) is copy and copy.is_meta and copy.shape == (2, 3)
+    others = [first + 1, first.view(3, 2), first.bfloat16()]
+    assert all(copies.get(other, META) is not copy for other in others)
+    assert copies.get(first, META) is copy, "none is given up"
+    assert copies.get(others[-1], META) is not copies.get(others[-1], META), "there was no room for it"
+    assert copies.get(first, torch.device("cpu")) is first
 
 
 def test_combinations_that_a_graph_cannot_have_are_refused_with_the_reason():

@@ -1,9 +1,15 @@
 """CUDA graphs on a CPU: a captured function is replayed by calling it, with its inputs and outputs where they were."""
 
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
 import torch
 from torch.utils._pytree import tree_map
 
+from benchmarks.synthetic_run import build_run
 from library.parallel.cuda_graphs import StepGraphs
+from library.training import setup, validate_model
 
 
 class CallingCapture:
@@ -23,10 +29,13 @@ class CallingCapture:
         return outputs, replay
 
 
-def use_graphs(run, max_graphs=8):
-    """Let a run train with graphs; return its capture."""
+@contextmanager
+def build_run_with_graphs(argv, folder, max_graphs=8):
+    """A run that trains with graphs; yields it with its capture.  Otherwise graphs are refused on a CPU."""
     capture = CallingCapture()
-    run.strategy.step_graphs = StepGraphs(
-        run.strategy.unwrap_model(run.model), run.strategy.accelerator.autocast, capture, max_graphs
-    )
-    return capture
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(validate_model, "validate_cuda_graphs", lambda *_: ())
+        patch.setattr(setup, "CudaCapture", lambda device: capture)
+        patch.setattr(setup, "StepGraphs", partial(StepGraphs, max_graphs=max_graphs))
+        with build_run([*argv, "--cuda_graphs"], folder) as run:
+            yield run, capture

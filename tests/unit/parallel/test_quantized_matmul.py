@@ -104,6 +104,17 @@ def test_rows_are_scaled_to_their_largest_value_and_zeros_stay():
 
 
 @pytest.mark.parametrize("quant_type", TYPES)
+def test_values_are_multiplied_by_the_scale_that_they_were_divided_by(quant_type):
+    """A scale that is rounded in between would make all of them larger or smaller."""
+    values = torch.randn(1000, 1000, generator=torch.Generator().manual_seed(0)).clamp(-3, 3).bfloat16()
+    for number in range(4):
+        values[:, 0] = 3.5 + number / 64
+        quantized, scale = quantize_rows(values, None, quant_type)
+        product = (quantized.double() * scale.double() * values.double()).sum() / values.double().square().sum()
+        assert abs(float(product) - 1) < 1e-3
+
+
+@pytest.mark.parametrize("quant_type", TYPES)
 def test_modulation_layers_and_other_dtypes_dequantize_their_weight(quant_type):
     layer, dequantizing = (build_layer(quant_type, each)[0] for each in (QuantizedMatmulLinear, FrozenLinear))
     rows = torch.randn(3, INPUTS)
