@@ -106,7 +106,10 @@ FACTS = FamilyFacts(
         token_args={"image_rotary_emb": ((0, ("hidden_states",)),) * 2},
         single_stream_lists=("single_transformer_blocks",),
         fused_layers={r"single_transformer_blocks\.\d+\.proj_out$": ("rowwise", (1, 4))},
-        unsupported_strategies={"cp": "its attention masks the padding of the text, token by token"},
+        unsupported_strategies={
+            "cp": "its attention masks the padding of the text, token by token",
+            "cuda_graphs": "the modulation of Chroma copies its guidance from the host",
+        },
         attention_modes=MASKED_ATTENTION_MODES,
     ),
     text=TextFacts(components=("text_encoder", "tokenizer"), tokenizer_repo_ids={"tokenizer": T5_TOKENIZER}),
