@@ -28,6 +28,10 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "saves": ("benchmarks.saves", "time that training waits for LoRA files and checkpoints"),
     "peers": ("benchmarks.peers", "start, step and memory of training beside sd-scripts, on the same model and images"),
     "lora": ("benchmarks.lora", "the LoRA tools: time, peak memory, and how exact their results are"),
+    "matmul": (
+        "benchmarks.matmul",
+        "accuracy of frozen layers that multiply in fp8 or int8, and of LoRAs trained on them",
+    ),
     "pipeline": ("benchmarks.pipeline", "bubble fraction of the pipeline schedules, compared to the formula"),
     "gpu": ("benchmarks.gpu.program", "all that only a GPU can show, in sections, within a time limit"),
     "web": ("benchmarks.web", "the web page in Chromium: a large folder, many runs, a long run"),

@@ -1,35 +1,38 @@
-"""Kernels for the frozen base: unpacking nf4, and fp8 matmul with what it does to the loss."""
+"""Kernels for the frozen base: unpacking nf4, and matmul in fp8 and int8 with what it does to a trained LoRA."""
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from library.parallel import quantize
-from library.parallel.quantize import FP8_DTYPE, QuantizedWeight
+from library.parallel.quantize import FrozenLinear, QuantizedWeight, convert_frozen_layer
+from library.parallel.quantized_matmul import QUANT_TYPES, QuantizedMatmulLinear, find_matmul_obstacle
 
+from ..matmul import compare_training
 from ..report import Measurement
-from ..synthetic_run import build_run, release_memory, write_dataset
-from .correctness import measure_device_seconds, record_losses
+from ..synthetic_run import release_memory, write_dataset
+from .correctness import measure_device_seconds
 from .sections import NOT_MEASURED, SMALL, SectionContext, format_failure
+from .training_speed import CACHED, measure_run
 
-if TYPE_CHECKING:
-    from library.training.state import TrainingRun
-
-GRADIENT_DTYPE = torch.float8_e5m2
-MULTIPLE = 16
-"""Of both sides of a matrix, for ``torch._scaled_mm``."""
+QUANTIZED_STEPS: Mapping[str, Sequence[str]] = {
+    "bf16": (),
+    **{kind: ("--quantize_base", kind) for kind in QUANT_TYPES},
+    **{f"{kind} matmul": ("--quantize_base", kind, "--quantized_matmul") for kind in QUANT_TYPES},
+}
 
 
 def measure_kernels(context: SectionContext) -> Iterator[Measurement]:
     yield from unpack_nf4(context)
     try:
-        yield from multiply_fp8(context)
+        yield from multiply_quantized(context)
         release_memory(context.device)
-        yield from train_with_fp8_matmul(context)
+        yield from train_quantized(context)
     except NOT_MEASURED as error:
-        yield Measurement("fp8 matmul", [], note=format_failure(error))
+        yield Measurement("quantized matmul", [], note=format_failure(error))
 
 
 def unpack_nf4(context: SectionContext) -> Iterator[Measurement]:
@@ -50,98 +53,65 @@ def unpack_nf4(context: SectionContext) -> Iterator[Measurement]:
         yield Measurement(f"nf4 to bf16, {name}", [size * size * 2 / seconds / 1e9], "GB/s written", note=note)
 
 
-def multiply_fp8(context: SectionContext) -> Iterator[Measurement]:
-    """Compare the matmul of a frozen layer in bf16 and in fp8, with casting its input, forward and backward."""
-    tokens, width, inner = context.choose(4096, 64), context.choose(3072, 64), context.choose(12288, 128)
-    layer = nn.Linear(width, inner, bias=False, device=context.device, dtype=torch.bfloat16).requires_grad_(False)
-    states = torch.randn(tokens, width, device=context.device, dtype=torch.bfloat16).requires_grad_()
-    gradient = torch.randn(tokens, inner, device=context.device, dtype=torch.bfloat16)
+def multiply_quantized(context: SectionContext) -> Iterator[Measurement]:
+    """Compare a frozen layer in bf16 with one in fp8 and int8, with dequantizing and with ``--quantized_matmul``."""
+    sizes = [(context.choose(4096, 64), context.choose(3072, 64), context.choose(12288, 128))]
+    if not context.is_tiny:
+        sizes.append((4096, 1280, 1280))  # of SDXL
+    for tokens, width, inner in sizes:
+        title = f"{tokens} x {width} x {inner}"
+        layer = nn.Linear(width, inner, device=context.device, dtype=torch.bfloat16).requires_grad_(False)
+        weight = layer.weight.detach()
+        states = torch.randn(1, tokens, width, device=context.device, dtype=torch.bfloat16).requires_grad_()
+        gradient = torch.randn(1, tokens, inner, device=context.device, dtype=torch.bfloat16)
 
-    def run(function: Any) -> None:
-        function(states).backward(gradient)
-        states.grad = None
+        def run(function: Any, states: Tensor = states, gradient: Tensor = gradient) -> None:
+            function(states).backward(gradient)
+            states.grad = None
 
-    bf16 = measure_device_seconds(lambda: run(layer), context.device)
-    fp8_layer = Fp8Linear(layer)
-    fp8 = measure_device_seconds(lambda: run(fp8_layer), context.device)
-    yield Measurement("bf16 layer, forward and backward", [1e3 * bf16], "ms", note=f"{tokens} x {width} x {inner}")
-    yield Measurement("fp8 layer / bf16 layer", [fp8 / bf16], "x", note="with casting of inputs and gradients")
+        bf16 = measure_device_seconds(lambda run=run, layer=layer: run(layer), context.device)  # type: ignore[misc]
+        yield Measurement(f"{title}: bf16, forward and backward", [1e3 * bf16], "ms")
+        for kind in QUANT_TYPES:
+            if obstacle := find_matmul_obstacle(kind, context.device):
+                yield Measurement(f"{title}: {kind} matmul / bf16", [], note=obstacle)
+                continue
+            for name, frozen_class in (
+                (f"{kind} dequantized", FrozenLinear),
+                (f"{kind} matmul", QuantizedMatmulLinear),
+            ):
+                frozen = copy.deepcopy(layer)
+                convert_frozen_layer(frozen, QuantizedWeight.quantize(weight, kind), frozen_class)
+                seconds = measure_device_seconds(lambda run=run, layer=frozen: run(layer), context.device)  # type: ignore[misc]
+                error = float((frozen(states) - layer(states)).norm() / layer(states).norm())
+                yield Measurement(f"{title}: {name} / bf16", [seconds / bf16], "x", note=f"error {error:.4f}")
 
 
-def train_with_fp8_matmul(context: SectionContext) -> Iterator[Measurement]:
-    """Train with bf16 and with fp8 matmuls in the frozen layers; compare the losses."""
-    steps = context.choose(200, 2)
+def train_quantized(context: SectionContext) -> Iterator[Measurement]:
+    """Train LoRAs with bf16, dequantized weights, and products in fp8 and int8; compare them and their losses."""
     model = ["--pretrained_model_name_or_path", "random:sd1:tiny", *SMALL]
     if not context.is_tiny:
         model = ["--pretrained_model_name_or_path", "random:sd1", "--resolution", "512"]
-    losses: dict[str, Tensor] = {}
-    for name in ("bf16", "fp8"):
-        folder = context.directory / name
-        folder.mkdir()
-        argv = write_dataset([*model, "--mixed_precision", "bf16", "--learning_rate", "1e-4"], folder, steps)
-        with build_run(argv, folder) as run:
-            count = replace_frozen_layers(run) if name == "fp8" else 0
-            losses[name] = torch.tensor(record_losses(run))
-    last = max(1, steps // 4)
-    difference = (losses["fp8"] / losses["bf16"] - 1).abs()
-    note = f"{count} layers in fp8; largest of a step {float(difference.max()):.1e}"
-    means = [float(losses[name][-last:].mean()) for name in ("fp8", "bf16")]
-    title = f"mean loss of the last {last} of {steps} steps, fp8 / bf16"
-    yield Measurement(title, [means[0] / means[1]], "x", note=note)
+    yield from compare_training([*model, "--learning_rate", "1e-4"], context.directory, context.choose(100, 2))
 
 
-def replace_frozen_layers(run: "TrainingRun") -> int:
-    """Let the frozen linear layers of the denoiser compute in fp8; return their number."""
-    denoiser: Any = run.strategy.unwrap_model(run.model).denoiser
-    count = 0
-    for module in denoiser.modules():
-        is_frozen = type(module) is nn.Linear and not module.weight.requires_grad
-        if is_frozen and not any(side % MULTIPLE for side in module.weight.shape):
-            module.forward = Fp8Linear(module)
-            count += 1
-    return count
-
-
-class Fp8Linear:
-    """A frozen linear layer with weights in fp8 and one scale, and with its input cast in each call."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        self.weight, self.scale = cast_to_fp8(layer.weight.detach(), FP8_DTYPE)
-        self.transposed = self.weight.t().contiguous()  # both products take their second matrix by columns
-        self.bias = layer.bias
-
-    def __call__(self, states: Tensor) -> Tensor:
-        flat = states.flatten(0, -2)
-        padding = -len(flat) % MULTIPLE
-        flat = nn.functional.pad(flat, (0, 0, 0, padding)) if padding else flat
-        output: Tensor = _Fp8Matmul.apply(flat.bfloat16(), self)  # type: ignore[no-untyped-call]
-        output = output[: len(flat) - padding].reshape(*states.shape[:-1], -1)
-        return output if self.bias is None else output + self.bias.to(output.dtype)
-
-
-class _Fp8Matmul(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, layer: Fp8Linear) -> Tensor:
-        ctx.layer = layer
-        values, scale = cast_to_fp8(states, FP8_DTYPE)
-        return multiply(values, layer.weight.t(), scale, layer.scale, is_fast=True)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        values, scale = cast_to_fp8(gradients[0].contiguous(), GRADIENT_DTYPE)
-        return multiply(values, ctx.layer.transposed.t(), scale, ctx.layer.scale, is_fast=False), None
-
-
-def cast_to_fp8(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the tensor in fp8 and the scale that gives it back, without waiting for the device."""
-    scale = tensor.abs().amax().float().clamp_min(1e-12) / torch.finfo(dtype).max
-    scale = scale.to(tensor.dtype)  # once, so that dividing and multiplying are by the same
-    return (tensor / scale).to(dtype), scale.float()
-
-
-def multiply(first: Tensor, second: Tensor, first_scale: Tensor, second_scale: Tensor, *, is_fast: bool) -> Tensor:
-    """Multiply two matrices and their scales; a fast sum is less exact, which gradients need more than outputs."""
-    result: Tensor = torch._scaled_mm(
-        first, second, first_scale, second_scale, out_dtype=torch.bfloat16, use_fast_accum=is_fast
-    )
-    return result
+def measure_quantized_steps(context: SectionContext) -> Iterator[Measurement]:
+    """Measure steps of a whole model with each base; eager, and with ``--torch_compile``."""
+    turn = context.choose(4, 1)
+    precision = ("--mixed_precision", "bf16") if context.is_tiny else ()
+    argv = write_dataset([*context.training_options, *precision, *CACHED], context.directory, 3 * turn)
+    compiled = ("--torch_compile", *(("--dynamo_backend", "aot_eager") if context.is_tiny else ()))
+    for compilation in ((), compiled):
+        baseline = 0.0
+        for name, options in QUANTIZED_STEPS.items():
+            title = f"{'compiled, ' if compilation else ''}{name}"
+            folder = context.directory / title.replace(" ", "_")
+            folder.mkdir()
+            release_memory(context.device)
+            try:
+                seconds, peak = measure_run([*argv, *options, *compilation], folder, turn)
+            except NOT_MEASURED as error:
+                yield Measurement(f"{title}: step", [], note=format_failure(error))
+                continue
+            baseline = baseline or seconds
+            yield Measurement(f"{title}: step", [seconds], "s", note=f"{seconds / baseline:.2f} x bf16")
+            yield Measurement(f"{title}: peak memory", [peak], "GB")

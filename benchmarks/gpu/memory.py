@@ -18,8 +18,10 @@ from .training_speed import CACHED, measure_run
 MEASURED = ("baseline", "checkpointing", "swap_half", "checkpointing_every_2", "budget_0.5", "cpu_offload", "swap_all",
             "fp8", "int8", "nf4", "all_combined")  # fmt: skip
 AGAIN = "baseline_again"
-MAX_SWAP_RATIO = 1.15
+MAX_SWAP_RATIO = 1.2
 """Step time with half of the blocks swapped."""
+RING_SIZES = (1, 2, 0, 12)
+"""Buffers of swapped blocks to compare; 0 is the default."""
 CARDS: Sequence[tuple[int, Sequence[str]]] = (
     (24, ("--gradient_checkpointing", "--blocks_to_swap", "16")),
     (24, ("--gradient_checkpointing", "--quantize_base", "fp8")),
@@ -70,6 +72,34 @@ def measure_switches(context: SectionContext) -> Iterator[Measurement]:
     baselines = [seconds[name] for name in ("baseline", AGAIN) if name in seconds]
     for name in [name for name in seconds if name not in ("baseline", AGAIN) and baselines]:
         limit = MAX_SWAP_RATIO if name == "swap_half" and not context.is_tiny else None
+        yield Measurement(f"{name}: step / baseline", [seconds[name] / min(baselines)], "x", at_most=limit)
+
+
+def compare_ring_sizes(context: SectionContext) -> Iterator[Measurement]:
+    """Swap half of the blocks with rings of several sizes; the baseline is measured first and last."""
+    turn = context.choose(3, 1)
+    argv = write_dataset([*context.training_options, *CACHED], context.directory, 3 * turn)
+    half = str(count_blocks(load_training_options(context.training_options)[0]) // 2)
+    variants: dict[str, Sequence[str]] = {"baseline": ()}
+    for size in RING_SIZES[1:3] if context.is_tiny else RING_SIZES:
+        title = f"half swapped, {f'ring of {size}' if size else 'ring by default'}"
+        variants[title] = ("--blocks_to_swap", half, "--block_swap_ring_size", str(size))
+    seconds: dict[str, float] = {}
+    for name, options in {**variants, AGAIN: ()}.items():
+        folder = context.directory / name.replace(" ", "_")
+        folder.mkdir()
+        release_memory(context.device)
+        try:
+            seconds[name], peak = measure_run([*argv, *options], folder, turn)
+        except NOT_MEASURED as error:
+            yield Measurement(f"{name}: step", [], note=format_failure(error))
+            continue
+        yield Measurement(f"{name}: step", [seconds[name]], "s")
+        if has_device_memory(context.device):
+            yield Measurement(f"{name}: peak memory", [peak], "GB")
+    baselines = [seconds[name] for name in ("baseline", AGAIN) if name in seconds]
+    for name in [name for name in seconds if name not in ("baseline", AGAIN) and baselines]:
+        limit = MAX_SWAP_RATIO if "default" in name and not context.is_tiny else None
         yield Measurement(f"{name}: step / baseline", [seconds[name] / min(baselines)], "x", at_most=limit)
 
 

@@ -71,7 +71,18 @@ _1024 = ("--resolution", "1024", *_BF16)
 _CHECKPOINTED = (*_1024, "--gradient_checkpointing")
 SECTIONS: Sequence[Section] = (
     # First what no GPU has measured yet.
+    Section("graphs_sdxl", "graphs:compare_graphs", 200, "SDXL with --cuda_graphs and without: losses, step, memory",
+            "random:sdxl", _1024),
+    Section("graphs_sd1", "graphs:compare_graphs", 120, "the same for Stable Diffusion 1.5", "random:sd1",
+            ("--resolution", "512", *_BF16)),
+    Section("block_swap", "memory:compare_ring_sizes", 90, "half of SDXL swapped, with rings of 1 to 12 buffers",
+            "random:sdxl", _1024),
+    Section("block_swap_flux", "memory:compare_ring_sizes", 110, "the same for FLUX.1, checkpointed", "random:flux",
+            _CHECKPOINTED),
     Section("device", "correctness:measure_device", 10, "bf16 and fp8 matmul, copies: what others compare with"),
+    Section("kernels", "kernels:measure_kernels", 110, "nf4 by both kernels; fp8 and int8 matmul, and its LoRA"),
+    Section("matmul_flux", "kernels:measure_quantized_steps", 240, "FLUX.1 with fp8 and int8 matmul, eager, compiled",
+            "random:flux", _CHECKPOINTED),
     Section("qwen_image", "training_speed:measure_model", 130, "Qwen-Image at 1024, checkpointed", "random:qwen_image",
             _CHECKPOINTED),
     Section("peers_sdxl", "training_speed:compare_peers", 180, "SDXL beside diffusers' script (--diffusers)",
@@ -104,7 +115,6 @@ SECTIONS: Sequence[Section] = (
             (*_1024, "--attn_mode", "cudnn")),
     Section("sd1", "training_speed:measure_model", 70, "Stable Diffusion 1.5 at 512, batch size 8", "random:sd1",
             ("--resolution", "512", *_BF16, "--train_batch_size", "8")),
-    Section("kernels", "kernels:measure_kernels", 80, "nf4 by our code and bitsandbytes; fp8 matmul and its loss"),
     # Last what was right when it was measured.
     Section("golden", "correctness:compare_losses", 60, "losses on the device against those on the CPU, fp32, bf16,"
             " fp16"),

@@ -79,7 +79,7 @@ MUSUBI_OPTIONS: Mapping[str, OptionVerdict] = {
     # no effect on the result
     **dict.fromkeys(("fp8_vl", "fp8_llm", "fp8_t5", "fp8_text_encoder"), _TEXT_PRECISION),
     **dict.fromkeys(
-        ("use_pinned_memory_for_block_swap", "block_swap_h2d_only", "block_swap_ring_size"),
+        ("use_pinned_memory_for_block_swap", "block_swap_h2d_only"),
         _SWAP,
     ),
     **dict.fromkeys(("turbo_dit", "turbo_dit_cache"), _TURBO),

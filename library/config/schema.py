@@ -201,6 +201,13 @@ class ModelConfig:
         former_name="base_storage",
         former_values=(("float", "none"),),
     )
+    quantized_matmul: bool = define_option(
+        False,
+        "quantize_base fp8, int8: multiply in that format, with inputs and gradients that are quantized token by token,"
+        " instead of dequantizing weights; fp8 needs an Ada, Hopper or later GPU; not measured on a GPU yet",
+        needs=(HasValue("quantize_base", ("fp8", "int8"), "quantize_base is neither fp8 nor int8"),),
+        changes_text_outputs=False,
+    )
     guidance_scale: float = define_option(
         1.0,
         "value of the guidance embedding of FLUX.1 dev and FLUX.2 dev in training; not classifier-free guidance",
@@ -434,10 +441,11 @@ class TrainConfig:
         changes_result=False,
         aliases=(Alias("split_mode", 18),),
     )
-    block_swap_window_mb: int = define_option(
+    block_swap_ring_size: int = define_option(
         0,
-        "blocks_to_swap: MiB of prefetched weights that may wait on the device;"
-        " 0: the size of the largest swapped block, at least 256",
+        "blocks_to_swap: buffers on the device, each as large as the largest swapped block, to which blocks are copied"
+        " ahead of their use; 1: the least memory, but copies and computation alternate;"
+        " 0: 2, or as many as fit into 512 MiB",
         minimum=0,
         needs=(IsSet("blocks_to_swap", "blocks_to_swap is not set"),),
         changes_result=False,

@@ -81,6 +81,13 @@ class DistributedConfig:
         changes_result=False,
         aliases=(Alias("compile", True, program="musubi-tuner"),),
     )
+    cuda_graphs: bool = define_option(
+        False,
+        "capture forward and backward of each bucket as a CUDA graph and replay it: for models whose many small kernels"
+        " take the host longer to launch than the device to run (Stable Diffusion); not tried in training on a GPU yet",
+        needs=ALWAYS,
+        changes_result=False,
+    )
     dynamo_backend: Literal[
         "eager",
         "aot_eager",

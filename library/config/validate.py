@@ -18,6 +18,7 @@ from .types import is_prompt_text
 from .validate_adapter import validate_adapter_options, validate_initial_weights, validate_save_format
 from .validate_distributed import (
     validate_block_swap_options,
+    validate_cuda_graph_options,
     validate_device_map_options,
     validate_parallel_options,
     validate_precision,
@@ -78,6 +79,7 @@ def validate_config(config: RunConfig, explicit: ExplicitOptions) -> Iterator[Pr
         validate_initial_weights(config.adapter),
         validate_upload_options(config.save),
         validate_block_swap_options(config.train, distributed),
+        validate_cuda_graph_options(config),
         validate_profile_steps(config.train),
     )
     return chain.from_iterable(checks)

@@ -88,6 +88,37 @@ def validate_block_swap_options(train: TrainConfig, distributed: DistributedConf
         )
 
 
+def validate_cuda_graph_options(config: RunConfig) -> Iterator[Problem]:
+    """A graph has the same kernels on the same memory in every replay, and nothing that the host does in between."""
+    distributed, train = config.distributed, config.train
+    if not distributed.cuda_graphs:
+        return
+    compiles_graphs = bool(distributed.torch_compile) and distributed.dynamo_mode in ("reduce-overhead", "max-autotune")
+    obstacles = {
+        "blocks_to_swap": (train.blocks_to_swap, "the host chooses the buffer of each block"),
+        "on_oom": (train.on_oom == "recover", "a graph cannot be split when memory runs out"),
+        "cpu_offload_checkpointing": (train.cpu_offload_checkpointing, "it copies between host and device"),
+        "activation_memory_budget": (train.activation_memory_budget, "it chooses what it saves in the first steps"),
+        "dynamo_mode": (compiles_graphs, f"{distributed.dynamo_mode} captures graphs of its own"),
+        "deepspeed": (config.deepspeed.deepspeed, "its hooks run in the backward pass"),
+        "fsdp": (config.sharding.fsdp, "it gathers weights in the forward and backward pass"),
+        "device_map": (config.parallel.device_map is not None, "a graph is that of one device"),
+        **{
+            name: (size > 1, "ranks communicate in the forward and backward pass")
+            for name, size in config.parallel.model_parallel_sizes.items()
+        },
+        **{
+            name: (getattr(config.model, name), "it draws random numbers in the model's forward pass")
+            for name in ("clip_l_dropout_rate", "clip_g_dropout_rate", "t5_dropout_rate", "pos_emb_random_crop_rate")
+        },
+    }
+    for name, (is_used, reason) in obstacles.items():
+        if is_used:
+            yield Problem(
+                "cuda_graphs", f"cannot be combined with {name}: {reason}", "remove one of them", others=(name,)
+            )
+
+
 def validate_profile_steps(train: TrainConfig) -> Iterator[Problem]:
     steps = train.profile_steps
     if steps is None:

@@ -9,9 +9,10 @@ cumulative product of ``1 - beta`` up to ``t``.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Size, Tensor
 
 from ..errors import UserError
@@ -47,6 +48,7 @@ class DiscreteProcess:
     alphas_cumprod: Tensor
     weighting_alphas_cumprod: Tensor | None = None
     """The noise schedule whose SNR the loss weightings take, where it is another one."""
+    _tables: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def compute_coefficients(self, timesteps: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """``sqrt(a)`` and ``sqrt(1 - a)`` for each sample, shaped to be multiplied with ``like``."""
@@ -61,11 +63,18 @@ class DiscreteProcess:
         """Compute the signal-to-noise ratio of each sample for loss weightings such as min-SNR."""
         if self.weighting_alphas_cumprod is None:
             return self.snr(timesteps)
-        a = _gather(self.weighting_alphas_cumprod, timesteps)
+        a = self._gather("weighting_alphas_cumprod", timesteps)
         return a / (1 - a)
 
     def _gather_alphas_cumprod(self, timesteps: Tensor) -> Tensor:
-        return _gather(self.alphas_cumprod, timesteps)
+        return self._gather("alphas_cumprod", timesteps)
+
+    def _gather(self, name: str, timesteps: Tensor) -> Tensor:
+        """Look timesteps up in a table, which is copied to their device once: a CUDA graph cannot copy it."""
+        key = name, timesteps.device
+        if key not in self._tables:
+            self._tables[key] = getattr(self, name).to(timesteps.device, non_blocking=True)
+        return self._tables[key][timesteps.long()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,11 +159,6 @@ def build_discrete_process(alphas_cumprod: Tensor, prediction_type: str) -> Epsi
     raise UserError(
         f"the scheduler has prediction_type {prediction_type!r}; only epsilon and v_prediction are supported"
     )
-
-
-def _gather(schedule: Tensor, timesteps: Tensor) -> Tensor:
-    # Move the table to the timesteps and not the other way round, which would synchronize with the device.
-    return schedule.to(timesteps.device, non_blocking=True)[timesteps.long()]
 
 
 def expand_like(values: Tensor, like: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..parallel.block_swap import MIN_WINDOW_BYTES, OffloadedBytes
+from ..parallel.block_swap import OffloadedBytes, count_block_bytes
 from ..parallel.frozen_base import find_innermost_blocks, select_spread_indices
 from ..parallel.quantize import QuantizedWeight, can_convert_frozen_layer
 
@@ -29,10 +29,8 @@ class StoredBase:
     saved_bytes: int = 0
     """Bytes that the device has less than with all weights as they are in the model files."""
     offloaded: OffloadedBytes = field(default_factory=OffloadedBytes)
-    swapped_weights: int = 0
-    """Weights in host memory."""
-    largest_swapped: int = 0
-    """Bytes of the largest weight in host memory."""
+    swapped_blocks: int = 0
+    """Blocks in host memory."""
     unpacked_weights: int = 0
     unpacking_traffic: int = 0
     """Bytes of device memory that are read and written to unpack every weight once."""
@@ -45,35 +43,35 @@ class BlockWeights:
 
     def __init__(self, denoiser: nn.Module):
         self._blocks = [_list_weights(block) for block in find_innermost_blocks(denoiser)]
-        self._sizes: dict[str, list[list[int]]] = {}
+        self._sizes: dict[str, list[tuple[int, int]]] = {}
 
     @property
     def count(self) -> int:
         """The number of blocks that can be swapped."""
         return len(self._blocks)
 
-    def store(self, quantize_base: str, blocks_to_swap: int, window_mb: int = 0) -> StoredBase:
+    def store(self, quantize_base: str, blocks_to_swap: int, ring_size: int = 0) -> StoredBase:
         """Compute what training would have on the device and in host memory."""
-        sizes, before = self._count_bytes(quantize_base), sum(map(sum, self._count_bytes("none")))
-        swapped = select_spread_indices(self.count, blocks_to_swap)
-        offloaded = [sum(sizes[index]) for index in swapped]
-        window = window_mb * 2**20 or max(MIN_WINDOW_BYTES, *offloaded, 0)
+        sizes, before = self._count_bytes(quantize_base), sum(size for size, _ in self._count_bytes("none"))
+        swapped = set(select_spread_indices(self.count, blocks_to_swap))
+        on_device = sum(size for index, (size, _) in enumerate(sizes) if index not in swapped)
+        offloaded = [sizes[index][1] for index in sorted(swapped) if sizes[index][1]]
         unpacked = [] if quantize_base == "none" else [weight for block in self._blocks for weight in block]
         return StoredBase(
-            saved_bytes=before - sum(map(sum, sizes)) + sum(offloaded),
-            offloaded=OffloadedBytes(sum(offloaded), max(offloaded), window) if swapped else OffloadedBytes(),
-            swapped_weights=sum(len(sizes[index]) for index in swapped),
-            largest_swapped=max((max(sizes[index], default=0) for index in swapped), default=0),
+            saved_bytes=before - on_device,
+            offloaded=OffloadedBytes.from_blocks(offloaded, ring_size),
+            swapped_blocks=len(offloaded),
             unpacked_weights=len(unpacked),
             unpacking_traffic=UNPACKING_TRAFFIC[quantize_base] * sum(weight.numel() for weight in unpacked),
             largest_unpacked=max((weight.nbytes for weight in unpacked), default=0),
         )
 
-    def _count_bytes(self, quantize_base: str) -> list[list[int]]:
-        """Count the bytes of each weight of each block in a format, once."""
+    def _count_bytes(self, quantize_base: str) -> list[tuple[int, int]]:
+        """Count the bytes of each block in a format, as they are and in host memory, once."""
         if quantize_base not in self._sizes:
+            packed = [[QuantizedWeight.quantize(weight, quantize_base) for weight in block] for block in self._blocks]
             self._sizes[quantize_base] = [
-                [QuantizedWeight.quantize(weight, quantize_base).nbytes for weight in block] for block in self._blocks
+                (sum(weight.nbytes for weight in block), count_block_bytes(block)) for block in packed
             ]
         return self._sizes[quantize_base]
 

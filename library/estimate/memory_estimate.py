@@ -174,7 +174,7 @@ def _estimate_part(
     elements = round(part.trainable_share * run.trainable_elements)
     gradients, optimizer = adapters, round(part.trainable_share * optimizer_state)
     activations = part.count_activation_bytes(run.encoding_peak)
-    weights, gathered = part.frozen_bytes, run.stored.offloaded.count_device_bytes(train.gradient_checkpointing)
+    weights, gathered = part.frozen_bytes, run.stored.offloaded.device_bytes
     buffers = 0
     if layout.dims.pp > 1:
         buffers = int(train.gradient_accumulation_steps * (part.received_bytes + part.sent_bytes) * buffered_shapes)

@@ -322,8 +322,6 @@ class MetaRun:
 
         Building the model takes as long as a step.  Once the weights are converted, they stay so: this is the last run
         on the modules then.  ``activation_memory_budget`` needs modules of its own, whose LoRA layers are not fused.
-
-        With swapped blocks it is a first step, to which the prefetched weight is added that later ones have.
         """
         other = copy.copy(self)
         other.config = config = _checkpoint_within_budget(config)
@@ -339,7 +337,7 @@ class MetaRun:
                 other.__dict__.pop(name, None)
         other._whole_bytes = None
         self._repeated.is_enabled = self._is_same_for_all_blocks(config)
-        other.step = other._run_step().add_to_blocks(other.stored.largest_swapped, 0)
+        other.step = other._run_step()
         return other
 
     def _disable_checkpointing(self) -> None:
@@ -348,9 +346,8 @@ class MetaRun:
             (disable or getattr(model, "gradient_checkpointing_disable", lambda: None))()
 
     def _count_steps(self) -> int:
-        """Prefetching of swapped weights and a checkpointing budget begin with the second step."""
-        train = self.config.train
-        return 2 if train.blocks_to_swap or train.activation_memory_budget else 1
+        """A checkpointing budget begins with the second step."""
+        return 2 if self.config.train.activation_memory_budget else 1
 
     @staticmethod
     def _is_same_for_all_blocks(config: RunConfig) -> bool:
@@ -386,7 +383,7 @@ class MetaRun:
 
     def _store_base_weights(self, config: RunConfig) -> StoredBase:
         train = config.train
-        return self.base_weights.store(config.model.quantize_base, train.blocks_to_swap, train.block_swap_window_mb)
+        return self.base_weights.store(config.model.quantize_base, train.blocks_to_swap, train.block_swap_ring_size)
 
     def replace_step(self, config: RunConfig, step: MetaStep) -> "MetaRun":
         """Return the same run with another step."""

@@ -28,7 +28,8 @@ RECOMPUTATION_FACTOR = 1.34
 BYTES_PER_FLOP = 1e-2
 """Bandwidth of a device's memory for its speed: 1 TB/s for 100 TFLOP/s."""
 SECONDS_PER_FETCH = 350e-6
-"""The time that the computation waits when a swapped weight is fetched, however small it is."""
+"""The time that a step waits when a swapped block, the activations of a block or a weight of ZeRO 3 is fetched: what an
+H100 took for single swapped weights.  No GPU has measured whole blocks."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def _count_fetches(layout: ParallelLayout, run: MetaRun, passes: int) -> int:
 
     DeepSpeed gathers each weight by hooks in Python, which take at least as long as those of swapped weights.
     """
-    count = 2 * run.stored.swapped_weights
+    count = 2 * run.stored.swapped_blocks
     if layout.config.train.cpu_offload_checkpointing:
         count += 2 * len(run.step.blocks)
     if layout.zero is not None and layout.zero.stage == 3:

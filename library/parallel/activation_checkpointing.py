@@ -56,7 +56,8 @@ class BlockCheckpointing:
                 return block(*args, **kwargs)
             kwargs["context_fn"] = self._selection.build_context_fn(block, (args, kwargs))
         with self._context():
-            return checkpoint(block.__call__, *args, use_reentrant=False, **kwargs)
+            # Nothing draws from torch's generators, whose state a CUDA graph could not read.
+            return checkpoint(block.__call__, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 @dataclass(frozen=True)

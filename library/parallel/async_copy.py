@@ -112,36 +112,38 @@ def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class PinnedMemory:
-    """Copies of many tensors in large blocks of (pinned) host memory, whose sizes are powers of two.
+    """Tensors of bytes that share large allocations of (pinned) host memory, whose sizes are powers of two.
 
-    torch rounds each pinned allocation up to one: half as much again for the weights of FLUX.1.
+    torch rounds each pinned allocation up to one, which would be half as much again for blocks of FLUX.1.
     """
 
-    BLOCK_BYTES = 2**28
-    ALIGNMENT = 256
+    MIN_ALLOCATION, MAX_ALLOCATION = 2**28, 2**32
 
-    def __init__(self) -> None:
-        self._blocks: list[Tensor] = []
+    def __init__(self, expected_bytes: int = 0):
+        """``expected_bytes``: those of all tensors, so that few allocations have room left over."""
+        self._remaining = expected_bytes
+        self._allocations: list[Tensor] = []
         self._used: list[int] = []
 
-    def copy_to_host(self, tensor: Tensor) -> Tensor:
-        """Queue a copy to host memory."""
-        nbytes = tensor.nbytes + -tensor.nbytes % self.ALIGNMENT
-        is_pinned = has_device_memory(tensor.device) and not tensor.is_meta
-        if not is_pinned or not tensor.is_contiguous():
-            return copy_to_host(tensor)
-        buffer = self._allocate(nbytes)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        return buffer.copy_(tensor.detach(), non_blocking=True)
-
-    def _allocate(self, nbytes: int) -> Tensor:
-        fitting = (index for index, used in enumerate(self._used) if used + nbytes <= len(self._blocks[index]))
-        index = next(fitting, len(self._blocks))
-        if index == len(self._blocks):
-            size = max(self.BLOCK_BYTES, 1 << (nbytes - 1).bit_length())
-            self._blocks.append(torch.empty(size, dtype=torch.uint8, pin_memory=True))
+    def allocate(self, nbytes: int, device: torch.device) -> Tensor:
+        """Return host memory for a copy from a device, pinned if the device has memory of its own."""
+        if device.type == "meta":  # for estimates: a tensor of the right shape that takes no memory
+            return torch.empty(1, dtype=torch.uint8).expand(nbytes)
+        if not has_device_memory(device):
+            return torch.empty(nbytes, dtype=torch.uint8)
+        fitting = (index for index, used in enumerate(self._used) if used + nbytes <= len(self._allocations[index]))
+        index = next(fitting, len(self._allocations))
+        if index == len(self._allocations):
+            self._allocations.append(torch.empty(self._choose_size(nbytes), dtype=torch.uint8, pin_memory=True))
             self._used.append(0)
         start, self._used[index] = self._used[index], self._used[index] + nbytes
-        return self._blocks[index][start : self._used[index]]
+        self._remaining -= nbytes
+        return self._allocations[index][start : self._used[index]]
+
+    def _choose_size(self, nbytes: int) -> int:
+        """Choose the largest power of two that will be filled, or the smallest that holds ``nbytes``."""
+        filled = 1 << max(0, self._remaining.bit_length() - 1)
+        return max(min(filled, self.MAX_ALLOCATION), self.MIN_ALLOCATION, 1 << (nbytes - 1).bit_length())
 
 
 def _find_devices(tree: Any) -> set[torch.device]:

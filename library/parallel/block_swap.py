@@ -1,122 +1,191 @@
-"""Block swap (``--blocks_to_swap``): CPU offload of frozen weights with prefetch on a copy stream.
+"""Block swap (``--blocks_to_swap``): frozen weights in host memory, copied to the device block by block, ahead of use.
 
 Which blocks are swapped is decided in frozen_base.py.
 
-Offloaded weights are frozen, so they are only ever copied to the device and dropped after use.  The order of use is
-recorded in the first step; from then on the next weight is prefetched while the current one is used.
+The weights of a block are one tensor of bytes in pinned host memory, so that a block takes one copy and one event.
+Copies go to a ring of device buffers (``--block_swap_ring_size``), each as large as the largest swapped block, which
+are allocated once.  Weights are frozen, so nothing is ever copied back.
 
-With activation checkpointing, a weight stays on the device from the recomputation of its block to the block's backward,
-so it is copied twice per step, as without checkpointing.
+A block is visited in each forward, and in each backward pass, where activation checkpointing also recomputes it.  The
+order of visits is recorded; a visit starts the copies of the blocks that follow into buffers that are not needed
+sooner.  So the last blocks of the forward are still there when the backward begins, and likewise the first blocks in
+the next step.
 
-The host runs ahead of the device and would allocate weights that the device uses much later.  So it waits for the
-device at ``--block_swap_window_mb``, by default the largest offloaded block and at least 256 MiB, which leaves the
-device enough queued work.
+The host waits for nothing: a copy waits on the device for the work that was queued before its visit, and so for the
+last use of its buffer, and the compute stream waits for the copy's event.
 """
 
 import logging
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .async_copy import CopyStream, PinnedMemory
-from .quantize import (
-    FetchWeight,
-    QuantizedWeight,
-)
+from .quantize import FetchWeight, QuantizedWeight
 
 logger = logging.getLogger(__name__)
-AccessHistory = tuple[bool, tuple[int, ...]]
-"""Whether in a backward pass, and the latest weights: activation checkpointing fetches in more than one order."""
-
-HISTORY_LENGTH = 3
-MIN_WINDOW_BYTES = 2**28
-"""The smallest default of the window: bytes of fetched weights that the device may still have to use."""
+MIN_RING_SIZE = 2
+"""Buffers by default: the block that computes and the one that is copied."""
+DEFAULT_RING_BYTES = 2**29
+"""The ring has more buffers by default if they fit into this: models of many small blocks have irregular times."""
+ALIGNMENT = 256
 
 
 @dataclass(frozen=True)
 class OffloadedBytes:
-    """The bytes that ``--blocks_to_swap`` keeps in host memory, and that it needs on the device while a step runs."""
+    """The bytes that ``--blocks_to_swap`` keeps in host memory, and the buffers that it needs on the device."""
 
     total: int = 0
     largest_block: int = 0
-    window: int = 0
+    ring_size: int = 0
 
-    def count_device_bytes(self, is_checkpointed: bool) -> int:
-        """Count copies on the device at once: the window, and the block whose recomputation waits for its backward."""
-        return min(self.total, self.window + is_checkpointed * self.largest_block)
+    @classmethod
+    def from_blocks(cls, block_bytes: Sequence[int], ring_size: int = 0) -> "OffloadedBytes":
+        """Choose the size of the ring, unless it is given, for blocks of these sizes."""
+        largest = max(block_bytes, default=0)
+        ring_size = ring_size or max(MIN_RING_SIZE, DEFAULT_RING_BYTES // max(1, largest))
+        return cls(sum(block_bytes), largest, min(ring_size, len(block_bytes)))
+
+    @property
+    def device_bytes(self) -> int:
+        return self.ring_size * self.largest_block
 
 
-class WeightOffloader:
-    """Weights in host memory, fetched by index."""
+def count_block_bytes(weights: Sequence[QuantizedWeight]) -> int:
+    """Count the bytes of the weights of a block, with what aligns them."""
+    return sum(_align(tensor.nbytes) for weight in weights for tensor in weight.tensors)
 
-    def __init__(
-        self,
-        device: torch.device,
-        copy: Callable[[Tensor], Tensor] | None = None,
-        window_bytes: int = MIN_WINDOW_BYTES,
-    ):
-        """``copy`` starts an asynchronous copy of a tensor to the device."""
-        self.device, self.window_bytes, self.host_weights = device, window_bytes, list[QuantizedWeight]()
-        self.prefetch_hits = 0
-        """Fetches whose weight was prefetched."""
-        self._copy_stream, self._host_memory = CopyStream(device), PinnedMemory()
-        self._copy = copy or (lambda tensor: tensor.to(device, non_blocking=True))
-        self._next_index: dict[AccessHistory, int] = {}
-        self._history: AccessHistory = (False, ())
-        self._prefetched: tuple[int, QuantizedWeight] | None = None
-        self._recomputed: dict[int, QuantizedWeight] = {}
-        """Weights of the block that is recomputed, which its backward uses next."""
-        self._in_flight = deque[tuple[Any, int]]()
-        """Events after the use of each weight on the device, and the weights' bytes."""
-        self._bytes_in_use = 0
 
-    def offload(self, weight: QuantizedWeight) -> FetchWeight:
-        """Move a weight to (pinned) host memory and return the function that fetches it."""
-        index = len(self.host_weights)
-        self.host_weights.append(weight.map_tensors(self._host_memory.copy_to_host))
-        return partial(self.fetch, index)
+def _align(nbytes: int) -> int:
+    return nbytes + -nbytes % ALIGNMENT
 
-    def fetch(self, index: int, in_backward: bool = False, has_backward: bool = False) -> QuantizedWeight:
-        """Return the weight on the device, and prefetch the one that was copied after it last time.
 
-        A forward inside of a backward pass recomputes a block, and its weight is kept if the layer's backward follows.
+class Visit(NamedTuple):
+    """A use of a block's weights: in forward or, with the recomputation before it, in backward."""
+
+    block: int
+    is_backward: bool
+
+
+class HostBlock:
+    """The weights of one block as one tensor of bytes in host memory."""
+
+    def __init__(self, weights: Sequence[QuantizedWeight], memory: PinnedMemory):
+        tensors = [tensor for weight in weights for tensor in weight.tensors]
+        self._ends = [*accumulate(_align(tensor.nbytes) for tensor in tensors)]
+        self._layouts = [torch.empty_like(tensor, device="meta") for tensor in tensors]
+        layouts = iter(self._layouts)
+        self._weights = [weight.map_tensors(lambda _: next(layouts)) for weight in weights]
+        self.nbytes, device = self._ends[-1], tensors[0].device
+        self.bytes = memory.allocate(self.nbytes, device)
+        if device.type != "meta":
+            for copy, tensor in zip(self._view_tensors(self.bytes), tensors, strict=True):
+                copy.copy_(tensor.detach(), non_blocking=True)
+
+    def view_weights(self, buffer: Tensor) -> list[QuantizedWeight]:
+        """View the weights in a buffer to which the block is copied."""
+        tensors = self._view_tensors(buffer)
+        return [weight.map_tensors(lambda _: next(tensors)) for weight in self._weights]
+
+    def _view_tensors(self, buffer: Tensor) -> Iterator[Tensor]:
+        for end, layout in zip(self._ends, self._layouts, strict=True):
+            start = end - _align(layout.nbytes)
+            values = buffer[start : start + layout.nbytes].view(layout.dtype)
+            yield values.as_strided(layout.shape, layout.stride())
+
+
+class DeviceBuffer:
+    """A buffer of the ring, and the block that it holds."""
+
+    def __init__(self, nbytes: int, device: torch.device):
+        self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.block: int | None = None
+        self.event: Any = None
+        """The event after the copy, until the compute stream waits for it."""
+        self.last_visit = -1
+        self._weights: dict[int, list[QuantizedWeight]] = {}
+
+    def view_weights(self, index: int, block: HostBlock) -> list[QuantizedWeight]:
+        """View the weights of a block in this buffer; views are built once."""
+        if index not in self._weights:
+            self._weights[index] = block.view_weights(self.bytes)
+        return self._weights[index]
+
+
+class BlockOffloader:
+    """Blocks in host memory, whose weights are fetched by their index in the block."""
+
+    def __init__(self, device: torch.device, sizes: OffloadedBytes, stream: CopyStream | None = None):
+        self.device, self.sizes, self.blocks = device, sizes, list[HostBlock]()
+        self.copied_blocks = self.copied_ahead = 0
+        """Copies of a block to the device, and those that were started before the visit."""
+        self._stream = CopyStream(device) if stream is None else stream
+        self._memory = PinnedMemory(sizes.total)
+        self._ring = [DeviceBuffer(sizes.largest_block, device) for _ in range(sizes.ring_size)]
+        self._buffer_by_block: dict[int, DeviceBuffer] = {}
+        self._following: dict[Visit, Visit] = {}
+        self._visit: Visit | None = None
+        self._visit_count = 0
+        self._weights: list[QuantizedWeight] = []
+        """The weights of the visited block, on the device."""
+
+    def offload_block(self, weights: Sequence[QuantizedWeight]) -> list[FetchWeight]:
+        """Move the weights of a block to host memory; return the functions that fetch them."""
+        self.blocks.append(HostBlock(weights, self._memory))
+        return [partial(self.fetch, len(self.blocks) - 1, index) for index in range(len(weights))]
+
+    def fetch(self, block: int, index: int, in_backward: bool = False, has_backward: bool = False) -> QuantizedWeight:
+        """Return a weight on the device, which is valid until the next visit of the ring's buffer.
+
+        Whether its layer is in backward or has one is no matter here: in a backward pass a whole block stays.
         """
-        is_backward_pass = torch._C._current_graph_task_id() != -1
-        self._limit_bytes_ahead()
-        if not is_backward_pass:
-            self._recomputed.clear()  # of a backward pass that failed
-        if in_backward and (recomputed := self._recomputed.pop(index, None)) is not None:
-            self._bytes_in_use = recomputed.nbytes
-            return recomputed
-        weight = self._take_prefetched(index)
-        if is_backward_pass and has_backward:
-            self._recomputed[index] = weight
-        self._bytes_in_use = 0 if index in self._recomputed else weight.nbytes
-        self._next_index[self._history] = index
-        self._history = (is_backward_pass, (*self._history[1], index)[-HISTORY_LENGTH:])
-        following = self._next_index.get(self._history)
-        if following is not None:
-            copy_next = partial(self.host_weights[following].map_tensors, self._copy)
-            self._prefetched = following, self._copy_stream.run_on_stream(copy_next)
-        return weight
+        visit = (block, torch._C._current_graph_task_id() != -1)
+        if visit != self._visit:
+            self._start_visit(Visit(*visit))
+        return self._weights[index]
 
-    def _limit_bytes_ahead(self) -> None:
-        """Wait for the device while too much is in flight; a fetch means that the last weight's work is queued."""
-        if (event := self._copy_stream.record_event()) is None:
-            return
-        self._in_flight.append((event, self._bytes_in_use))
-        while sum(num_bytes for _, num_bytes in self._in_flight) > self.window_bytes:
-            self._in_flight.popleft()[0].synchronize()
+    def _start_visit(self, visit: Visit) -> None:
+        """Wait for the block of a visit, and start the copies of those that follow."""
+        if self._visit is not None:
+            self._following[self._visit] = visit
+        self._visit = visit
+        self._visit_count += 1
+        needed = self._predict_blocks(visit)
+        if visit.block in self._buffer_by_block:
+            self.copied_ahead += self._buffer_by_block[visit.block].event is not None
+        else:
+            self._start_copy(visit.block, needed)
+        buffer = self._buffer_by_block[visit.block]
+        self._stream.wait_for_event(buffer.event)
+        buffer.event, buffer.last_visit = None, self._visit_count
+        self._weights = buffer.view_weights(visit.block, self.blocks[visit.block])
+        for block in needed:
+            if block not in self._buffer_by_block:
+                self._start_copy(block, needed)
 
-    def _take_prefetched(self, index: int) -> QuantizedWeight:
-        prefetched, self._prefetched = self._prefetched, None
-        if prefetched is None or prefetched[0] != index:
-            return self.host_weights[index].map_tensors(self._copy)
-        self.prefetch_hits += 1
-        self._copy_stream.wait_for_copies(prefetched[1].tensors)
-        return prefetched[1]
+    def _predict_blocks(self, visit: Visit) -> list[int]:
+        """List the next different blocks, as many as the ring holds, beginning with the visited one."""
+        blocks, following = dict.fromkeys([visit.block]), self._following.get(visit)
+        for _ in range(2 * len(self._ring)):
+            if following is None or len(blocks) == len(self._ring):
+                break
+            blocks[following.block] = None
+            following = self._following.get(following)
+        return list(blocks)
+
+    def _start_copy(self, block: int, needed: Sequence[int]) -> None:
+        """Copy a block into the buffer that was not used for longest, among those whose block is not needed soon."""
+        buffer = min((each for each in self._ring if each.block not in needed), key=lambda each: each.last_visit)
+        if buffer.block is not None:
+            del self._buffer_by_block[buffer.block]
+        self._buffer_by_block[block], buffer.block = buffer, block
+        source = self.blocks[block].bytes
+        target = buffer.bytes[: len(source)]
+        _, copied = self._stream.run_after_compute(lambda: target.copy_(source, non_blocking=True))
+        buffer.event = copied
+        self.copied_blocks += 1

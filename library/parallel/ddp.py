@@ -17,12 +17,22 @@ from .strategy import Strategy
 
 
 class DDPStrategy(Strategy):
-    """Wraps the model with accelerate, which means DDP where there are several processes."""
+    """Wraps the model with accelerate, which means DDP where there are several processes.
+
+    With CUDA graphs nothing is wrapped: the hooks of DDP do not run in a graph, and the nodes of autograd that they
+    hold belong to another stream.  Gradients are then all-reduced after the last backward.
+    """
+
+    supports_cuda_graphs = True
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, plan: ParallelPlan | None = None) -> tuple[nn.Module, Any]:
         with self._disable_accelerate_compile(), warnings.catch_warnings():
             # accelerate passes broadcast_buffers, which torch 2.13 deprecates; it still has its effect.
             warnings.filterwarnings("ignore", message=".*broadcast_buffers.* is deprecated", category=FutureWarning)
+            if self.uses_cuda_graphs:
+                self.model = self.accelerator.prepare_model(model, evaluation_mode=True)
+                self.optimizer = self.accelerator.prepare_optimizer(optimizer)
+                return self.model, self.optimizer
             if self.comm.world_size > 1:
                 exclude_frozen_from_ddp(model)
             # accelerate passes the local rank as the device, and SLURM may show each process its own device only.
@@ -37,7 +47,10 @@ class DDPStrategy(Strategy):
     def compute_gradients(
         self, task: TrainingTask, batches: Sequence[PixelBatch], num_samples: int, step: int
     ) -> Tensor:
-        return self._all_reduce_loss(self._accumulate_gradients(task, batches, num_samples, step))
+        if not self.uses_cuda_graphs:
+            return self._all_reduce_loss(self._accumulate_gradients(task, batches, num_samples, step))
+        total, gradients = self._compute_local_gradients(task, batches, num_samples, step)
+        return self._all_reduce_gradients(total, gradients)
 
     def compute_gradients_catching_oom(
         self, task: TrainingTask, batches: Sequence[PixelBatch], num_samples: int, step: int
@@ -47,17 +60,18 @@ class DDPStrategy(Strategy):
         A rank that fails in the middle of DDP's all-reduces would leave the others waiting in them.
         """
 
-        def compute_local_gradients() -> tuple[Tensor, FlatGradients | None]:
-            accumulate = self.gradient_accumulation.accumulate_without_sync
-            total = accumulate(self.model, task, batches, num_samples, step)
-            self.straggler_monitor.mark_gradients_ready()
-            with record_phase("communication"):
-                return total, FlatGradients(self.model) if self.comm.world_size > 1 else None
+        result = self.run_catching_oom(lambda: self._compute_local_gradients(task, batches, num_samples, step))
+        return result if isinstance(result, OutOfMemory) else self._all_reduce_gradients(*result)
 
-        result = self.run_catching_oom(compute_local_gradients)
-        if isinstance(result, OutOfMemory):
-            return result
-        total, gradients = result
+    def _compute_local_gradients(
+        self, task: TrainingTask, batches: Sequence[PixelBatch], num_samples: int, step: int
+    ) -> tuple[Tensor, FlatGradients | None]:
+        total = self.gradient_accumulation.accumulate_without_sync(self.model, task, batches, num_samples, step)
+        self.straggler_monitor.mark_gradients_ready()
+        with record_phase("communication"):
+            return total, FlatGradients(self.model) if self.comm.world_size > 1 else None
+
+    def _all_reduce_gradients(self, total: Tensor, gradients: FlatGradients | None) -> Tensor:
         if gradients is not None:
             with record_phase("communication"):
                 gradients.all_reduce_mean(self.comm.world_size)

@@ -1,6 +1,7 @@
 """Quantize the frozen base weights (``--quantize_base``), and select the blocks whose weights are offloaded."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,8 +9,9 @@ import torch
 from torch import nn
 
 from ..config.schema import ModelConfig, TrainConfig
-from .block_swap import MIN_WINDOW_BYTES, OffloadedBytes, WeightOffloader
-from .quantize import QuantizedWeight, can_convert_frozen_layer, convert_frozen_layer
+from .block_swap import BlockOffloader, OffloadedBytes, count_block_bytes
+from .quantize import FrozenLayer, QuantizedWeight, can_convert_frozen_layer, convert_frozen_layer
+from .quantized_matmul import QuantizedMatmulLinear, can_multiply_quantized
 
 logger = logging.getLogger(__name__)
 
@@ -32,38 +34,60 @@ def quantize_and_offload_base(
     ``nf4_kernel``: that of the strategy, which estimates lack.
     """
     device, base_device = devices
-    blocks, quant_type, offloader = find_innermost_blocks(denoiser), model.quantize_base, WeightOffloader(device)
+    blocks, quant_type = find_innermost_blocks(denoiser), model.quantize_base
     swapped = set(select_spread_indices(len(blocks), train.blocks_to_swap))
+    layers: list[list[Any]] = [[*filter(can_convert_frozen_layer, block.modules())] for block in blocks]
+    offloaded = OffloadedBytes.from_blocks(
+        [size for index in sorted(swapped) if (size := _count_host_bytes(layers[index], quant_type))],
+        train.block_swap_ring_size,
+    )
+    offloader = BlockOffloader(device, offloaded)
     bytes_before = bytes_on_device = 0
-    offloaded = dict.fromkeys(swapped, 0)
-    for index, block in enumerate(blocks):
-        for layer in block.modules():
-            if not can_convert_frozen_layer(layer) or (quant_type == "none" and index not in swapped):
-                continue
-            own: Any = layer
-            bytes_before += own.weight.nbytes
-            weight = QuantizedWeight.quantize(own.weight.to(device), quant_type)
-            weight = weight if nf4_kernel is None else replace(weight, nf4_kernel=nf4_kernel)
-            if index in swapped:
-                convert_frozen_layer(layer, offloader.offload(weight))
-                offloaded[index] += weight.nbytes
-            else:
-                convert_frozen_layer(layer, weight.map_tensors(lambda tensor: tensor.to(base_device)))
-                bytes_on_device += weight.nbytes
-    largest_block = max(offloaded.values(), default=0)
-    offloader.window_bytes = train.block_swap_window_mb * 2**20 or max(MIN_WINDOW_BYTES, largest_block)
-    result = OffloadedBytes(sum(offloaded.values()), largest_block, offloader.window_bytes)
+    for index, block_layers in enumerate(layers):
+        if not block_layers or (quant_type == "none" and index not in swapped):
+            continue
+        bytes_before += sum(layer.weight.nbytes for layer in block_layers)
+        if index in swapped:
+            weights = [_quantize(layer, device, quant_type, nf4_kernel) for layer in block_layers]
+            for layer, fetch in zip(block_layers, offloader.offload_block(weights), strict=True):
+                convert_frozen_layer(layer, fetch, _select_class(layer, model))
+            continue
+        for layer in block_layers:
+            weight = _quantize(layer, device, quant_type, nf4_kernel)
+            weight_on_base = weight.map_tensors(lambda tensor: tensor.to(base_device))
+            convert_frozen_layer(layer, weight_on_base, _select_class(layer, model))
+            bytes_on_device += weight.nbytes
+    count = sum(isinstance(layer, QuantizedMatmulLinear) for layer in denoiser.modules())
+    if model.quantized_matmul:
+        logger.info("base model: %d layers multiply in %s", count, quant_type)
     logger.info(
-        "base model: frozen weights of %d blocks: %.2f GB -> %.2f GB (%s%s), %d blocks offloaded (%.2f GB)",
+        "base model: frozen weights of %d blocks: %.2f GB -> %.2f GB (%s%s), %d blocks offloaded (%.2f GB, %d buffers)",
         len(blocks),
         bytes_before / 1e9,
         bytes_on_device / 1e9,
         quant_type,
         "" if nf4_kernel is None else f", {nf4_kernel} kernel",
         len(swapped),
-        result.total / 1e9,
+        offloaded.total / 1e9,
+        offloaded.ring_size,
     )
-    return result
+    return offloaded
+
+
+def _select_class(layer: nn.Module, model: ModelConfig) -> type[FrozenLayer] | None:
+    """Select the class of a layer that multiplies in the format of its weight, or None."""
+    if model.quantized_matmul and can_multiply_quantized(layer, model.quantize_base):
+        return QuantizedMatmulLinear
+    return None
+
+
+def _count_host_bytes(layers: Sequence[Any], quant_type: str) -> int:
+    return count_block_bytes([QuantizedWeight.quantize(layer.weight.to("meta"), quant_type) for layer in layers])
+
+
+def _quantize(layer: Any, device: torch.device, quant_type: str, nf4_kernel: str | None) -> QuantizedWeight:
+    weight = QuantizedWeight.quantize(layer.weight.to(device), quant_type)
+    return weight if nf4_kernel is None else replace(weight, nf4_kernel=nf4_kernel)
 
 
 def find_innermost_blocks(denoiser: Any) -> list[nn.Module]:

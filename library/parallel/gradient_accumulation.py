@@ -26,9 +26,10 @@ from torch import Tensor, nn
 
 from ..dataloader.batch import PixelBatch
 from ..distributed.step_phases import record_phase
+from .cuda_graphs import GraphedTask, StepGraphs
 
 
-class TrainingTask(Protocol):
+class TrainingTask(GraphedTask, Protocol):
     """The training task (``training.task.DiffusionTask``), as far as a strategy uses it."""
 
     def __call__(self, batch: PixelBatch, step: int, /) -> Tensor:
@@ -44,9 +45,9 @@ class TrainingTask(Protocol):
 class GradientAccumulation:
     """Runs the micro-batches of an optimizer step one after the other; methods return this rank's part of the loss."""
 
-    def __init__(self, accelerator: Accelerator, backward: Callable[[Tensor], None]):
+    def __init__(self, accelerator: Accelerator, backward: Callable[[Tensor], None], graphs: StepGraphs | None = None):
         """``backward`` scales the loss of a micro-batch as the engine needs it, and runs the engine's backward."""
-        self._accelerator, self._backward = accelerator, backward
+        self._accelerator, self._backward, self._graphs = accelerator, backward, graphs
 
     def accumulate(
         self, model: nn.Module, task: TrainingTask, batches: Sequence[PixelBatch], num_samples: int, step: int
@@ -92,6 +93,8 @@ class GradientAccumulation:
         return functools.reduce(torch.add, losses)
 
     def _run_micro_batch(self, task: TrainingTask, batch: PixelBatch, num_samples: int, step: int) -> Tensor:
+        if self._graphs is not None:
+            return self._graphs.run_micro_batch(task, batch, step, num_samples, self._backward)
         with record_phase("forward", batch), self._accelerator.autocast():
             loss = task(batch, step).sum() / num_samples
         with record_phase("backward", batch):

@@ -3,7 +3,7 @@
 fp8 and int8 have one scale per output row, nf4 has one per block of 64 values (QLoRA, arXiv 2305.14314).
 nf4 has the bytes of bitsandbytes, whose kernel dequantizes them on CUDA where it is installed.
 Quantized weights are frozen parameters of bytes, so that FSDP, tensor and pipeline parallelism shard them like others.
-Which layers of the base model are quantized is decided in ``base_weights.quantize_and_offload_base``.
+Which layers of the base model are quantized is decided in ``frozen_base.quantize_and_offload_base``.
 
 The tensor classes of torchao and bitsandbytes are not used, since they cannot be kept in host memory and freed before
 the backward pass.  Here one autograd function fetches the weight in forward and again in backward, whether it is
@@ -220,11 +220,28 @@ class FrozenLayer(nn.Module):
     def weight(self) -> Any:
         """The dequantized weight, for code that reads ``layer.weight``."""
         quantized = self.fetch_weight()
-        return quantized.dequantize(quantized.dtype)
+        weight = quantized.dequantize(quantized.dtype)
+        return weight.clone() if quantized.quant_type == "none" else weight  # the buffer of a swapped block is reused
 
     def forward(self, input: Tensor) -> Tensor:
         output: Tensor = _FrozenLayerFunction.apply(input, self)  # type: ignore[no-untyped-call]
         return output
+
+    def compute_forward(self, input: Tensor, bias: Tensor | None, *, has_backward: bool) -> Tensor:
+        """Compute the output from an input of autocast's dtype."""
+        weight = self.fetch_weight(has_backward=has_backward).dequantize(input.dtype)
+        return self.compute_output(input, weight, bias)
+
+    def compute_backward(self, gradient: Tensor, shape: torch.Size) -> Tensor:
+        """Compute the gradient of an input of this shape."""
+        weight = self.fetch_weight(in_backward=True).dequantize(gradient.dtype)
+        return self.compute_input_grad(gradient, weight, shape)
+
+    def compute_output(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        raise NotImplementedError
+
+    def compute_input_grad(self, gradient: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
+        raise NotImplementedError
 
 
 class FrozenLinear(FrozenLayer, nn.Linear):  # type: ignore[override]
@@ -266,15 +283,13 @@ class _FrozenLayerFunction(torch.autograd.Function):
         elif torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
         bias = None if layer.bias is None else layer.bias.to(dtype)
-        weight = layer.fetch_weight(has_backward=ctx.needs_input_grad[0]).dequantize(dtype)
-        output: Tensor = layer.compute_output(input.to(dtype), weight, bias)
+        output: Tensor = layer.compute_forward(input.to(dtype), bias, has_backward=ctx.needs_input_grad[0])
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,) = gradients
-        weight = ctx.layer.fetch_weight(in_backward=True).dequantize(gradient.dtype)
-        grad: Tensor = ctx.layer.compute_input_grad(gradient, weight, ctx.shape)
+        grad: Tensor = ctx.layer.compute_backward(gradient, ctx.shape)
         return grad.to(ctx.dtype), None
 
 
@@ -285,10 +300,15 @@ def can_convert_frozen_layer(layer: nn.Module) -> bool:
     return all(not parameter.requires_grad for parameter in layer.parameters())
 
 
-def convert_frozen_layer(layer: nn.Module, weight: QuantizedWeight | FetchWeight) -> None:
-    """Replace the layer's weight parameter by a quantized weight, or by a function that fetches it, in place."""
+def convert_frozen_layer(
+    layer: nn.Module, weight: QuantizedWeight | FetchWeight, frozen_class: "type[FrozenLayer] | None" = None
+) -> None:
+    """Replace the layer's weight parameter by a quantized weight, or by a function that fetches it, in place.
+
+    ``frozen_class``: instead of the class that dequantizes the weight.
+    """
     del layer._parameters["weight"]
-    layer.__class__ = FROZEN_CLASSES[type(layer)]
+    layer.__class__ = frozen_class or FROZEN_CLASSES[type(layer)]
     frozen: Any = layer
     if isinstance(weight, QuantizedWeight):
         frozen.store_weight(weight)

@@ -22,6 +22,7 @@ from ..distributed.parallel_dims import ParallelDims
 from ..distributed.step_phases import OutOfMemory
 from ..distributed.straggler import Straggler, StragglerMonitor, find_straggler
 from .async_copy import AsyncScalarQueue
+from .cuda_graphs import StepGraphs
 from .gradient_accumulation import GradientAccumulation, TrainingTask
 from .gradient_clipping import clip_grad_norm
 from .gradient_sync import all_reduce_loss, scale_loss
@@ -46,6 +47,7 @@ class StrategySettings:
     deepspeed: DeepSpeedSettings | None = None
     device_map: DeviceMap | None = None
     pp_schedule: str = "1f1b"
+    uses_cuda_graphs: bool = False
     is_stop_requested: Callable[[], bool] = lambda: False
     """Whether this process got a signal to stop the run."""
 
@@ -68,6 +70,9 @@ class Strategy(ABC):
     nf4_kernel: str | None = None
     """The kernel that dequantizes a base model in nf4 (``select_nf4_kernel``)."""
 
+    supports_cuda_graphs = False
+    """Whether forward and backward of a micro-batch are without collectives and hooks of an engine."""
+
     model: nn.Module
     """The wrapped model, after ``wrap``."""
 
@@ -85,13 +90,16 @@ class Strategy(ABC):
         self.base_load_device = self.device
         """The device to which the base model is loaded, before ``wrap``."""
         self.straggler_monitor = StragglerMonitor(self.device, comm.world_size)
+        self.uses_cuda_graphs = settings.uses_cuda_graphs
+        self.step_graphs: StepGraphs | None = None
+        """The CUDA graphs of micro-batches, if there are any."""
         self._is_stop_requested = settings.is_stop_requested
         self._stop_flags = AsyncScalarQueue()
 
     @property
     def gradient_accumulation(self) -> GradientAccumulation:
         """Forward and backward of the micro-batches of a step."""
-        return GradientAccumulation(self.accelerator, self._backward_micro_batch)
+        return GradientAccumulation(self.accelerator, self._backward_micro_batch, self.step_graphs)
 
     @property
     def has_grad_scaler(self) -> bool:

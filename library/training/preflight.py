@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..atomic_files import find_write_error
 from ..config import ParsedConfig, RunConfig, parse_config
@@ -53,7 +53,11 @@ class RunFacts:
     has_full_model: bool = True
     can_quantize_base: bool = True
     is_compile_enabled: bool = False
+    supports_cuda_graphs: bool = True
     optimizer_sharding_engine: str = ""
+    mixed_precision: str = ""
+    """Empty where it is not known, as in a plan; so is the device."""
+    device: Any = None
 
     @classmethod
     def from_strategy(cls, strategy: "Strategy", family: "Family", detected: "DetectedModel") -> "RunFacts":
@@ -63,7 +67,10 @@ class RunFacts:
             has_full_model=strategy.has_full_model,
             can_quantize_base=strategy.can_quantize_base,
             is_compile_enabled=strategy.is_compile_enabled,
+            supports_cuda_graphs=strategy.supports_cuda_graphs,
             optimizer_sharding_engine=strategy.optimizer_sharding_engine,
+            mixed_precision=strategy.mixed_precision,
+            device=strategy.device,
         )
 
 
@@ -115,6 +122,12 @@ def list_run_checks() -> Sequence[RunCheck]:
         ),
         lambda config, facts: validate_model.validate_quantize_offload(
             config.model, config.train, facts.has_full_model, facts.can_quantize_base
+        ),
+        lambda config, facts: validate_model.validate_cuda_graphs(
+            config, facts.family, facts.supports_cuda_graphs, facts.device
+        ),
+        lambda config, facts: validate_model.validate_quantized_matmul(
+            config.model, config.parallel, facts.mixed_precision, facts.device
         ),
         lambda config, facts: validate_prompts(load_preview_prompts(config.preview), facts.detected),
         lambda config, facts: validate_model.validate_block_swap(

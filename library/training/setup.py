@@ -45,6 +45,7 @@ from ..optim.ema import AdapterEMA
 from ..optim.validate_optimizer import find_learning_rate_warnings
 from ..parallel.activation_checkpointing import enable_activation_checkpointing
 from ..parallel.async_copy import CopyStream
+from ..parallel.cuda_graphs import CudaCapture, StepGraphs
 from ..parallel.frozen_base import is_quantized_or_offloaded, quantize_and_offload_base
 from ..parallel.parallel_plan import build_parallel_plan
 from ..parallel.strategy import Strategy
@@ -134,6 +135,9 @@ def build_run(
     task = _build_task(
         config, strategy, family, pipe, model, objective=objective, readers=cache_readers, dropout=dropout, plan=plan
     )
+    if config.distributed.cuda_graphs:
+        autocast, capture = strategy.accelerator.autocast, CudaCapture(strategy.device)
+        strategy.step_graphs = StepGraphs(strategy.unwrap_model(model), autocast, capture)
     task = replace(task, resolution_sides=prepared.list_resolution_sides())
     loader = _build_loader(strategy, prepared, plan, cache_readers)
     if strategy.comm.is_main:

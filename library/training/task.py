@@ -16,9 +16,10 @@ from ..cache.keys import hash_controls
 from ..cache.readers import TextReader
 from ..dataloader.batch import Batch, Cond, Moments, PixelBatch, concatenate_cond, map_cond_tensors, normalize_pixels
 from ..diffusion.masked_loss import reduce_loss_per_sample, resize_mask_to_latents
-from ..diffusion.objective import Objective
+from ..diffusion.objective import NoisyBatch, Objective
 from ..diffusion.timesteps import draw_timestep_buckets
 from ..distributed.step_phases import record_phase
+from ..errors import UserError
 from ..models.base import ControlTextFamily, Family, T5Family
 from ..models.text_encoding import encode_text_on_meta
 from ..parallel.async_copy import CopyStream
@@ -34,6 +35,41 @@ class MicroBatchStats:
     loss_weights: Tensor  # (B,): 0 for padding
     sample_keys: tuple[str, ...]
     global_positions: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What the loss of a micro-batch is computed from, on the device: after it no more random numbers are drawn."""
+
+    batch: Batch
+    noised: NoisyBatch
+    dropout_keys: Tensor | None
+    """The keys of the samples for LoRA dropout."""
+
+    @property
+    def loss_weights(self) -> Tensor:
+        return self.batch.loss_weights
+
+    def get_tensors(self) -> dict[str, Any]:
+        """Return all tensors, in dicts, lists and tuples."""
+        parts = {"batch": self.batch, "noised": self.noised}
+        tensors = {name: {key: getattr(part, key) for key in TENSOR_FIELDS[name]} for name, part in parts.items()}
+        return {**tensors, "dropout_keys": self.dropout_keys}
+
+    def replace_tensors(self, tensors: dict[str, Any]) -> "StepInputs":
+        """Return the same inputs with other tensors, for a CUDA graph, in which a family can draw no numbers."""
+        batch = replace(self.batch, **tensors["batch"], build_draws=_refuse_draws)
+        return StepInputs(batch, replace(self.noised, **tensors["noised"]), tensors["dropout_keys"])
+
+
+TENSOR_FIELDS = {
+    "batch": ("latents", "cond", "size_conditioning", "loss_weights", "mask", "control_latents"),
+    "noised": ("latents", "target", "timesteps"),
+}
+
+
+def _refuse_draws(purpose: str) -> list[random.Random]:
+    raise UserError(f"--cuda_graphs: the model draws random numbers in its forward ({purpose}); remove the option")
 
 
 @dataclass
@@ -66,6 +102,13 @@ class DiffusionTask:
 
     def __call__(self, pixel_batch: PixelBatch, step: int) -> Tensor:
         """Compute the weighted losses (B,) of a batch in optimizer step ``step``."""
+        inputs = self.prepare(pixel_batch, step)
+        losses = self.compute_losses(inputs)
+        self.record_losses(inputs, losses.detach(), step)
+        return losses * inputs.loss_weights
+
+    def prepare(self, pixel_batch: PixelBatch, step: int) -> StepInputs:
+        """Encode images and captions, and add noise: all that the host takes part in."""
         self.seed_dropout(pixel_batch, step)
         with record_phase("encode", pixel_batch):
             batch = self.encode(pixel_batch, step)
@@ -76,18 +119,27 @@ class DiffusionTask:
             partial(self.build_generators, step=step, global_positions=batch.global_positions),
             self._draw_timestep_buckets(step, batch.global_positions),
         )
-        predicted = self.family.predict(self.pipe, self.denoiser, noised.latents, noised.timesteps, batch)
+        return StepInputs(batch, noised, None if self.dropout is None else self.dropout.sample_keys)
+
+    def compute_losses(self, inputs: StepInputs, denoiser: nn.Module | None = None) -> Tensor:
+        """Compute the loss of each sample (B,), before its weight, on the device alone.
+
+        ``denoiser``: instead of the model as the strategy wraps it.
+        """
+        batch, noised = inputs.batch, inputs.noised
+        if self.dropout is not None:
+            self.dropout.sample_keys = inputs.dropout_keys
+        denoiser = self.denoiser if denoiser is None else denoiser
+        predicted = self.family.predict(self.pipe, denoiser, noised.latents, noised.timesteps, batch)
         loss = self.objective.compute_elementwise_loss(predicted, noised)
-        losses = reduce_loss_per_sample(
-            loss, batch.mask, normalize_by_area=self.normalize_masked_loss
-        ) * self.objective.compute_loss_weights(noised.timesteps)
-        self._record_stats(
-            MicroBatchStats(
-                noised.timesteps / 1000, losses.detach(), batch.loss_weights, batch.sample_keys, batch.global_positions
-            ),
-            step,
-        )
-        return losses * batch.loss_weights
+        losses = reduce_loss_per_sample(loss, batch.mask, normalize_by_area=self.normalize_masked_loss)
+        return losses * self.objective.compute_loss_weights(noised.timesteps)
+
+    def record_losses(self, inputs: StepInputs, losses: Tensor, step: int) -> None:
+        """Keep the losses of a micro-batch for logging."""
+        batch, timesteps = inputs.batch, inputs.noised.timesteps
+        stats = MicroBatchStats(timesteps / 1000, losses, batch.loss_weights, batch.sample_keys, batch.global_positions)
+        self._record_stats(stats, step)
 
     def _draw_timestep_buckets(self, step: int, global_positions: Sequence[int]) -> Sequence[int]:
         """Draw the timestep buckets of samples by their number in the run; none without ``num_timestep_buckets``."""

@@ -4,10 +4,11 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..adapters import injection
-from ..config.schema import AdapterConfig, ModelConfig, TrainConfig
+from ..config.schema import AdapterConfig, ModelConfig, RunConfig, TrainConfig
 from ..config.schema_distributed import ParallelConfig
 from ..config.schema_optim import OptimConfig
 from ..config.validate_adapter import validate_adapter_for_model
@@ -20,6 +21,7 @@ from ..models.validate_options import validate_attention_mode
 from ..optim.optimizers import resolve_optimizer
 from ..parallel.frozen_base import find_innermost_blocks
 from ..parallel.parallel_plan import build_block_sequence, build_tensor_parallel_plan
+from ..parallel.quantized_matmul import QUANT_TYPES, find_matmul_obstacle
 from ..parallel.validate_engines import validate_device_map
 from ..problems import Problem
 from .trainable_modules import select_target_components
@@ -151,6 +153,50 @@ def validate_quantize_offload(
         yield Problem(
             "quantize_base", "not available with ZeRO 3", "use --fsdp, which shards quantized weights, or ZeRO 1 or 2"
         )
+
+
+def validate_quantized_matmul(
+    model: ModelConfig, parallel: ParallelConfig, mixed_precision: str, device: torch.device | None
+) -> Iterator[Problem]:
+    """Products in fp8 and int8 have bf16 results, need whole rows and a device that has them."""
+    if not model.quantized_matmul or model.quantize_base not in QUANT_TYPES:
+        return
+    if mixed_precision not in ("", "bf16"):
+        yield Problem(
+            "quantized_matmul",
+            f"needs mixed_precision bf16, not {mixed_precision}",
+            "add --mixed_precision bf16",
+            others=("mixed_precision",),
+        )
+    if parallel.tp_size > 1:
+        yield Problem(
+            "quantized_matmul",
+            "tensor parallelism splits the rows that have one scale",
+            "use --fsdp or --cp_size",
+            others=("tp_size",),
+        )
+    if device is not None and (obstacle := find_matmul_obstacle(model.quantize_base, device)):
+        yield Problem(
+            "quantized_matmul", obstacle, "remove it: weights are then dequantized", others=("quantize_base",)
+        )
+
+
+def validate_cuda_graphs(
+    config: RunConfig, family: Family, is_supported: bool, device: torch.device | None
+) -> Iterator[Problem]:
+    """Graphs need CUDA, one process or DDP, frozen text encoders, and a model whose forward is the device's alone."""
+    if not config.distributed.cuda_graphs:
+        return
+    fix = "remove it"
+    if device is not None and device.type != "cuda":
+        yield Problem("cuda_graphs", f"needs a CUDA device, and this run has {device.type}", fix)
+    if not is_supported:
+        yield Problem("cuda_graphs", "the launcher asks for an engine whose hooks a graph does not have", fix)
+    if select_trained_text_encoders(config.adapter, config.optim, family.facts):
+        fix_encoders = "add --network_train_unet_only"
+        yield Problem("cuda_graphs", "text encoders are trained, which run before the graph", fix_encoders)
+    if reason := family.facts.blocks.unsupported_strategies.get("cuda_graphs"):
+        yield Problem("cuda_graphs", reason, fix)
 
 
 def validate_compile(family: Family, is_compile_enabled: bool) -> Iterator[Problem]:

@@ -1,10 +1,6 @@
 """Memory options do not change gradients, or only by the rounding of quantization."""
 
-import gc
 import tempfile
-import weakref
-from collections import Counter
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from problem_lines import format_lines, format_unused
 from rank_processes import run_on_ranks
-from small_unet import build_unet
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from training_runs import even_dataset, max_relative_difference, train_adapter
@@ -23,13 +18,11 @@ from training_runs import even_dataset, max_relative_difference, train_adapter
 from benchmarks.memory import count_blocks
 from benchmarks.synthetic_run import build_run, load_training_options, write_dataset
 from library.config import parse_config
-from library.distributed.devices import HOST
 from library.errors import ConfigError
 from library.estimate.meta_memory_meter import MemoryMeter
-from library.parallel import activation_checkpointing, activation_offload, async_copy, base_weights
-from library.parallel.async_copy import CopyStream
-from library.parallel.block_swap import WeightOffloader
-from library.parallel.frozen_base import quantize_and_offload_base, select_spread_indices
+from library.parallel import activation_checkpointing, activation_offload, async_copy
+from library.parallel.block_swap import BlockOffloader
+from library.parallel.frozen_base import select_spread_indices
 from library.parallel.quantize import (
     NF4_BLOCK_SIZE,
     NF4_LEVELS,
@@ -153,128 +146,6 @@ def test_slices_of_a_quantized_weight_have_the_values_of_the_whole(kind):
             assert shard.nbytes < quantized.nbytes * (expected.numel() / quantized.shape.numel() + 0.02)
 
 
-class CopyCounter:
-    """Copies tensors, and counts the copies made and alive."""
-
-    def __init__(self):
-        self.alive = self.max_alive = self.copy_count = 0
-
-    def copy(self, tensor):
-        copy = tensor.clone()
-        self.alive, self.copy_count = self.alive + 1, self.copy_count + 1
-        self.max_alive = max(self.max_alive, self.alive)
-        weakref.finalize(copy, self.release)
-        return copy
-
-    def release(self):
-        self.alive -= 1
-
-
-@pytest.mark.quick
-def test_no_weight_of_a_layer_without_backward_is_kept_after_its_recomputation():
-    """Modulation layers of transformers: their input needs no gradient."""
-    device = CopyCounter()
-    offloader = WeightOffloader(torch.device("cpu"), device.copy)
-    modulation, linear = (nn.Linear(4, 4).requires_grad_(False) for _ in range(2))
-    for layer in (modulation, linear):
-        convert_frozen_layer(layer, offloader.offload(QuantizedWeight.quantize(layer.weight, "none")))
-    inputs, time = torch.ones(1, 4, requires_grad=True), torch.ones(1, 4)
-    output = torch.utils.checkpoint.checkpoint(
-        lambda x: linear(x).tanh() * modulation(time), inputs, use_reentrant=False
-    )
-    output.sum().backward()
-    gc.collect()
-    assert device.alive == 0
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("is_checkpointed", [False, True])
-def test_offloaded_weights_are_copied_twice_per_step_and_prefetched(is_checkpointed):
-    device = CopyCounter()
-    offloader = WeightOffloader(torch.device("cpu"), device.copy)
-    layers = [nn.Linear(4, 4).requires_grad_(False) for _ in range(6)]
-    for layer in layers:
-        convert_frozen_layer(layer, offloader.offload(QuantizedWeight.quantize(layer.weight, "none")))
-    counts = []
-    for _ in range(3):
-        counts_before, inputs = (device.copy_count, offloader.prefetch_hits), torch.ones(1, 4, requires_grad=True)
-        hidden = inputs
-        for first in range(0, 6, 2):
-            block = nn.Sequential(*layers[first : first + 2], nn.Tanh())
-            hidden = (
-                torch.utils.checkpoint.checkpoint(block, hidden, use_reentrant=False)
-                if is_checkpointed
-                else block(hidden)
-            )
-        hidden.sum().backward()
-        counts.append((device.copy_count - counts_before[0], offloader.prefetch_hits - counts_before[1]))
-    gc.collect()
-    assert counts[2] == (6 * 2, 6 * 2), counts  # forward and backward, or forward and recomputation; each prefetched
-    assert device.max_alive <= (3 if is_checkpointed else 2), "a recomputed block of two layers, and the next layer"
-
-
-class LazyDevice:
-    """Replaces torch's device module; operations run only when an event is synchronized."""
-
-    class Stream:
-        def __init__(self, device):
-            self.given = 0
-
-        def wait_stream(self, other):
-            pass
-
-    def __init__(self):
-        self.computing, self.done, self.waits = self.Stream(None), 0, 0
-
-    def current_stream(self, device):
-        return self.computing
-
-    def stream(self, stream):
-        return nullcontext()
-
-    def Event(self):
-        position = 0
-
-        def record(stream):
-            nonlocal position
-            position = stream.given
-
-        def synchronize():
-            self.done, self.waits = max(self.done, position), self.waits + 1
-
-        return SimpleNamespace(record=record, synchronize=synchronize)
-
-
-@pytest.mark.parametrize(("max_bytes_ahead", "waits", "max_in_flight"), [(400, True, 400), (10**6, False, 6 * 4 * 64)])
-def test_fetched_weights_in_flight_are_bounded(max_bytes_ahead, waits, max_in_flight, monkeypatch):
-    device = LazyDevice()
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
-    offloader = WeightOffloader(torch.device("cpu"), torch.clone, max_bytes_ahead)
-    offloader._copy_stream = CopyStream(torch.device("cpu"), device)
-    fetches = [offloader.offload(QuantizedWeight.quantize(torch.zeros(16), "none")) for _ in range(6)]
-    bytes_in_flight = []
-    for _ in range(4):
-        for fetch in fetches:
-            size = fetch().nbytes
-            device.computing.given += 1  # an operation that uses the weight, whose memory is freed after it
-            bytes_in_flight.append((device.computing.given - device.done) * size)
-    assert bool(device.waits) == waits
-    assert max(bytes_in_flight) <= max_in_flight + 2 * 64, bytes_in_flight
-    assert offloader.prefetch_hits > 12
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(("options", "window"), [((), 2**28), (("--block_swap_window_mb", "700"), 700 * 2**20)])
-def test_the_window_is_an_option_and_by_default_holds_the_largest_block(options, window, monkeypatch):
-    config = parse_config(["--blocks_to_swap", "2", *options]).config
-    for limit in (base_weights.MIN_WINDOW_BYTES, 4):
-        monkeypatch.setattr(base_weights, "MIN_WINDOW_BYTES", limit)
-        denoiser = build_unet().requires_grad_(False)
-        offloaded = quantize_and_offload_base(denoiser, (HOST, HOST), config.model, config.train)
-        default = max(limit, offloaded.largest_block)
-        assert offloaded.window == (window if options else default) and 4 < offloaded.largest_block < offloaded.total
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("device", ["cuda", "xpu", "cpu", "mps"])
 def test_host_memory_is_pinned_where_the_device_has_memory_of_its_own(device, monkeypatch):
@@ -288,58 +159,28 @@ def test_host_memory_is_pinned_where_the_device_has_memory_of_its_own(device, mo
     assert calls == [("cpu", device in ("cuda", "xpu"))]
 
 
-@pytest.mark.quick
-def test_offloaded_weights_share_blocks_of_pinned_memory(monkeypatch):
-    """torch rounds each pinned allocation up to a power of two."""
-    monkeypatch.setattr(async_copy, "has_device_memory", lambda device: True)
-    monkeypatch.setattr(async_copy.PinnedMemory, "BLOCK_BYTES", 4096)
-    empty, allocated = torch.empty, []
-    monkeypatch.setattr(
-        torch, "empty", lambda size, dtype, pin_memory: allocated.append((size, pin_memory)) or empty(size, dtype=dtype)
-    )
-    monkeypatch.setattr(async_copy, "copy_to_host", torch.clone)  # of what is not contiguous
-    sizes, memory = [(300,), (24, 25), (3, 5), (1,), (640,), (2000,)], async_copy.PinnedMemory()
-    tensors = [torch.randn(size, dtype=dtype) for size in sizes for dtype in (torch.float32, torch.bfloat16)]
-    tensors.append(torch.randn(4, 6).T)
-
-    copies = [memory.copy_to_host(tensor) for tensor in tensors]
-
-    assert all(map(torch.equal, copies, tensors))
-    # A tensor larger than a block has one of the next power of two.
-    assert allocated == [(4096, True)] * 3 + [(8192, True)] + [(4096, True)]
-    assert all(copy.storage_offset() * copy.itemsize % 256 == 0 for copy in copies)
-    blocks = {block.data_ptr() for block in memory._blocks}
-    assert sum(copy.untyped_storage().data_ptr() in blocks for copy in copies) == len(tensors) - 1
-
-
 def count_copies(name, *options):
-    """Train with all blocks swapped; return the copies of each weight in the third step, when the order is known."""
-    copies, weights, init = Counter(), [], WeightOffloader.__init__
-
-    def init_and_count(offloader, device):
-        init(offloader, device, lambda tensor: copies.update([id(tensor)]) or tensor.clone())
-        weights.append(offloader.host_weights)
-
-    WeightOffloader.__init__ = init_and_count
+    """Train with all blocks swapped; return the number of blocks, and the copies in the third step, all and ahead."""
+    offloaders, init = [], BlockOffloader.__init__
+    BlockOffloader.__init__ = lambda offloader, *arguments: offloaders.append(offloader) or init(offloader, *arguments)
     flags = ["--pretrained_model_name_or_path", f"random:{name}:tiny", "--resolution", "64", "--network_dim", "2"]
     folder = Path(tempfile.mkdtemp())
-    blocks = str(count_blocks(load_training_options(flags)[0]))
-    with build_run(write_dataset([*flags, "--blocks_to_swap", blocks, *options], folder, 3), folder) as run:
-        steps = run.loader.iter_steps(0)
+    swap = ("--blocks_to_swap", str(count_blocks(load_training_options(flags)[0])), "--block_swap_ring_size", "2")
+    with build_run(write_dataset([*flags, *swap, *options], folder, 3), folder) as run:
+        steps, counts = run.loader.iter_steps(0), (0, 0)
         for step in range(3):
-            copies.clear()
+            counts = offloaders[0].copied_blocks, offloaders[0].copied_ahead
             run.state.step = step
             accumulate_gradients(run, next(steps))
-    return sum(len(weight.tensors) for weight in weights[0]), dict(Counter(copies.values()))
+    return len(offloaders[0].blocks), offloaders[0].copied_blocks - counts[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sd1", "sdxl", "sd3", "flux", "z_image", "qwen_image"])
-def test_swapped_weights_of_every_family_are_copied_at_most_twice_per_step(name):
-    """Modulation layers, whose input needs no gradient, are copied once without checkpointing."""
+def test_swapped_blocks_of_every_family_are_copied_at_most_twice_per_step(name):
     for options in ((), ("--gradient_checkpointing",)):
-        ((count, by_copies),) = run_on_ranks(1, count_copies, name, *options)
-        assert sum(by_copies.values()) == count > 8 and set(by_copies) <= {1, 2}, (options, by_copies)
+        ((blocks, copies),) = run_on_ranks(1, count_copies, name, *options)
+        assert copies == 2 * max(0, blocks - 2), options
 
 
 def test_blocks_are_spread_evenly():
@@ -463,8 +304,8 @@ def test_invalid_memory_options_are_reported_before_loading(even_dataset, tmp_pa
     assert {name for name, _ in format_unused(parsed.unused)} == {options[0], options[2]}, "the compiler has the budget"
     unused = format_unused(parse_config([*flags, *options[:-1]]).unused)
     assert {name for name, _ in unused} == {options[0], options[2]}, "nothing is checkpointed"
-    unused = format_unused(parse_config([*flags, "--block_swap_window_mb", "9"]).unused)
-    assert unused == (("--block_swap_window_mb", "blocks_to_swap is not set"),)
+    unused = format_unused(parse_config([*flags, "--block_swap_ring_size", "3"]).unused)
+    assert unused == (("--block_swap_ring_size", "blocks_to_swap is not set"),)
     (problems,) = run_on_ranks(1, find_problems, *flags, "--blocks_to_swap", "99", "--quiet")
     assert len(problems) == 1 and problems[0].startswith("--blocks_to_swap: 99; this model has ")
     assert parse_config([*flags, "--fp8_base"]).config.model.quantize_base == "fp8"

@@ -8,6 +8,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+WITHOUT_ACCESS = {
+    *(torch.ops.aten.detach.default, torch.ops.aten.empty_like.default, torch.ops.aten.view.default),
+    *(torch.ops.aten.view.dtype, torch.ops.aten.slice.Tensor, torch.ops.aten.as_strided.default),
+    *(torch.ops.aten.t.default, torch.ops.aten.transpose.int),
+}
+"""Operations that read and write no memory of a device."""
+
 
 class Stream:
     """A queue of operations; ``known`` is how much of every stream is done before its next operation."""
@@ -64,7 +71,7 @@ class RaceDetector(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, arguments=(), kwargs=None):
         output, stream = function(*arguments, **(kwargs or {})), self.streams.active
-        if function in (torch.ops.aten.detach.default, torch.ops.aten.empty_like.default, torch.ops.aten.view.default):
+        if function in WITHOUT_ACCESS:
             self._find_accesses(output.untyped_storage())
             return output
         written = {id(leaf.untyped_storage()) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)}

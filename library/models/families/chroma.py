@@ -106,7 +106,10 @@ FACTS = FamilyFacts(
         token_args={"image_rotary_emb": ((0, ("hidden_states",)),) * 2},
         single_stream_lists=("single_transformer_blocks",),
         fused_layers={r"single_transformer_blocks\.\d+\.proj_out$": ("rowwise", (1, 4))},
-        unsupported_strategies={"cp": "its attention masks the padding of the text, token by token"},
+        unsupported_strategies={
+            "cp": "its attention masks the padding of the text, token by token",
+            "cuda_graphs": "the modulation of Chroma copies its guidance from the host",
+        },
         attention_modes=MASKED_ATTENTION_MODES,
     ),
     text=TextFacts(components=("text_encoder", "tokenizer"), tokenizer_repo_ids={"tokenizer": T5_TOKENIZER}),
@@ -180,6 +183,8 @@ class Chroma(Family):
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         import torch
 
+        from ..constant_copies import copy_constant
+
         count, channels, height, width = noisy_latents.shape
         embeds, mask = cast("Tensor", batch.cond["embeds"]), cast("Tensor", batch.cond["mask"]) > 0.5
         img_ids = pipe._prepare_latent_image_ids(count, height // 2, width // 2, None, noisy_latents.dtype)
@@ -189,7 +194,7 @@ class Chroma(Family):
             timestep=timesteps / 1000,
             encoder_hidden_states=embeds,
             txt_ids=noisy_latents.new_zeros(embeds.shape[1], 3),
-            img_ids=img_ids.to(noisy_latents.device, non_blocking=True),
+            img_ids=copy_constant(img_ids, noisy_latents.device),
             # Booleans hide padding, as in the model's own code; the pipeline's numbers only add to the attention.
             attention_mask=torch.cat([mask, image_mask], dim=1),
             joint_attention_kwargs=None,

@@ -82,7 +82,8 @@ FACTS = FamilyFacts(
         lists=("transformer_blocks",),
         activation_args=("hidden_states", "encoder_hidden_states"),
         unsupported_strategies={
-            "cp": "the feed-forward layers of CogView4 see the image and the text one after the other"
+            "cp": "the feed-forward layers of CogView4 see the image and the text one after the other",
+            "cuda_graphs": "each layer of CogView4 copies its rotary embedding from the host",
         },
         attention_modes=("xformers",),
     ),

@@ -288,6 +288,8 @@ class Flux(T5Family):
         return self.model_config.t5xxl_max_token_length or (512 if pipe.scheduler.config.use_dynamic_shifting else 256)
 
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
+        from ..constant_copies import copy_constant
+
         count, channels, height, width = noisy_latents.shape
         embeds = cast("Tensor", batch.cond["embeds"])
         # Built on the CPU and copied asynchronously: the pipeline's own copy would synchronize.
@@ -305,7 +307,7 @@ class Flux(T5Family):
             encoder_hidden_states=embeds,
             pooled_projections=batch.cond["pooled"],
             txt_ids=noisy_latents.new_zeros(embeds.shape[1], 3),
-            img_ids=img_ids.to(noisy_latents.device, non_blocking=True),
+            img_ids=copy_constant(img_ids, noisy_latents.device),
             joint_attention_kwargs=_build_attention_kwargs(batch.cond, tokens.shape[1]),
             return_dict=False,
         )[0]

@@ -261,6 +261,8 @@ class Flux2Klein(Family):
         return pixels
 
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
+        from ..constant_copies import copy_constant
+
         embeds, device = cast("Tensor", batch.cond["embeds"]), noisy_latents.device
         tokens, positions = pipe._pack_latents(noisy_latents), pipe._prepare_latent_ids(noisy_latents)
         num_tokens = tokens.shape[1]
@@ -271,8 +273,8 @@ class Flux2Klein(Family):
             timestep=timesteps / 1000,
             guidance=self._build_guidance(timesteps),
             encoder_hidden_states=embeds,
-            txt_ids=pipe._prepare_text_ids(embeds).to(device, non_blocking=True),
-            img_ids=positions.to(device, non_blocking=True),
+            txt_ids=copy_constant(pipe._prepare_text_ids(embeds), device),
+            img_ids=copy_constant(positions, device),
             joint_attention_kwargs=None,
             return_dict=False,
         )[0]

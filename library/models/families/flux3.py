@@ -209,13 +209,14 @@ class Flux3(Family):
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         import torch
 
+        from ..constant_copies import copy_constant
         from ..text_encoding import pad_text_embeds
 
         before: Any = import_module("diffusers.modular_pipelines.flux3.before_denoise")
         embeds, mask = pad_text_embeds(batch.cond["embeds"], batch.text_pad_multiple)
         text_ids = before.Flux3TextRoPEInputsStep._prepare_text_ids(embeds)
         image_ids = before._prepare_image_ids(*noisy_latents.shape[2:], IMAGE_POSITION_SCALE)
-        text_ids, image_ids = (ids.to(noisy_latents.device, non_blocking=True) for ids in (text_ids, image_ids))
+        text_ids, image_ids = (copy_constant(ids, noisy_latents.device) for ids in (text_ids, image_ids))
         if any(len(row) != embeds.shape[1] for row in batch.cond["embeds"]):
             text_ids = torch.cat([text_ids, mask.T.to(text_ids)], dim=1)
             image_ids = torch.cat([image_ids, image_ids.new_ones(len(image_ids), len(mask))], dim=1)

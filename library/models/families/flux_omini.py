@@ -80,6 +80,8 @@ class FluxOmini(Flux):
         return tuple(f"{last}.{name}" for name in ("attn.to_q", "proj_mlp", "proj_out"))
 
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
+        from ..constant_copies import copy_constant
+
         count, channels, height, width = noisy_latents.shape
         embeds = batch.cond["embeds"]
         # Built on the CPU and copied asynchronously: the pipeline's own copy would synchronize.
@@ -93,7 +95,7 @@ class FluxOmini(Flux):
             encoder_hidden_states=embeds,
             pooled_projections=batch.cond["pooled"],
             txt_ids=noisy_latents.new_zeros(embeds.shape[1], 3),  # type: ignore[union-attr]
-            img_ids=img_ids.to(noisy_latents.device, non_blocking=True),
+            img_ids=copy_constant(img_ids, noisy_latents.device),
             joint_attention_kwargs=control,
             return_dict=False,
         )[0]
@@ -105,6 +107,8 @@ class FluxOmini(Flux):
     ) -> dict[str, Any] | None:
         """Pack the conditions to tokens, and choose their positions: those of the image, or to the left of it."""
         import torch
+
+        from ..constant_copies import copy_constant
 
         if not control_latents:
             return None
@@ -124,7 +128,7 @@ class FluxOmini(Flux):
         joined = torch.cat(tokens, dim=1)
         control = {
             "tokens": joined,
-            "ids": torch.cat(positions).to(joined.device, non_blocking=True),
+            "ids": copy_constant(torch.cat(positions), joined.device),
             "lengths": tuple(part.shape[1] for part in tokens),
             "scale": scale,
             "is_independent": self.model_config.control_independent,

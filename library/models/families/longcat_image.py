@@ -127,6 +127,8 @@ class LongCatImage(Family):
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         import torch
 
+        from ..constant_copies import copy_constant
+
         count, channels, height, width = noisy_latents.shape
         embeds = cast("Tensor", batch.cond["embeds"])
         # Positions are (stream, row, column): text on the diagonal, the image after the longest text.
@@ -136,7 +138,7 @@ class LongCatImage(Family):
         )
         grid = torch.stack(torch.meshgrid(torch.ones(1), rows, columns, indexing="ij"), dim=-1)
         ids = torch.stack([torch.zeros_like(text), text, text], dim=1), grid.flatten(0, 2)
-        txt_ids, img_ids = (each.to(noisy_latents.device, non_blocking=True) for each in ids)
+        txt_ids, img_ids = (copy_constant(each, noisy_latents.device) for each in ids)
         predicted = denoiser(
             hidden_states=pipe._pack_latents(noisy_latents, count, channels, height, width),
             timestep=timesteps / 1000,

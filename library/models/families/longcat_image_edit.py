@@ -93,6 +93,8 @@ class LongCatImageEdit(LongCatImage, ControlTextFamily):
         import torch
         from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit as pipeline
 
+        from ..constant_copies import copy_constant
+
         embeds = cast("Tensor", batch.cond["embeds"])
         length, build_ids = embeds.shape[1], cast("Any", pipeline.prepare_pos_ids)
         images = [noisy_latents, *(latents.to(noisy_latents.dtype) for latents in batch.control_latents)]
@@ -104,7 +106,7 @@ class LongCatImageEdit(LongCatImage, ControlTextFamily):
             for number, latents in enumerate(images, 1)
         ]
         ids = build_ids(0, "text", num_token=length), torch.cat(grids)
-        txt_ids, img_ids = (each.to(noisy_latents.device, non_blocking=True) for each in ids)
+        txt_ids, img_ids = (copy_constant(each, noisy_latents.device) for each in ids)
         predicted = denoiser(
             hidden_states=torch.cat(tokens, dim=1),
             timestep=timesteps / 1000,

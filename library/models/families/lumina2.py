@@ -139,6 +139,7 @@ FACTS = FamilyFacts(
             r"\.feed_forward\.linear_[13]$": ("colwise", (1,)),
             r"\.feed_forward\.linear_2$": ("rowwise", (1,)),
         },
+        unsupported_strategies={"cuda_graphs": "Lumina-Image 2.0 copies its rotary embedding from the host"},
         attention_modes=("xformers",),
     ),
     text=TextFacts(

@@ -129,6 +129,8 @@ class OvisImage(Family):
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         import torch
 
+        from ..constant_copies import copy_constant
+
         count, channels, height, width = noisy_latents.shape
         embeds = cast("Tensor", batch.cond["embeds"])
         # Built on the CPU and copied asynchronously: the pipeline's own copies would synchronize.
@@ -139,8 +141,8 @@ class OvisImage(Family):
             hidden_states=pipe._pack_latents(noisy_latents, count, channels, height, width),
             timestep=timesteps / 1000,
             encoder_hidden_states=embeds,
-            txt_ids=txt_ids.to(noisy_latents.device, non_blocking=True),
-            img_ids=img_ids.to(noisy_latents.device, non_blocking=True),
+            txt_ids=copy_constant(txt_ids, noisy_latents.device),
+            img_ids=copy_constant(img_ids, noisy_latents.device),
             return_dict=False,
         )[0]
         unpacked: Tensor = pipe._unpack_latents(predicted, height, width, vae_scale_factor=1)

@@ -112,6 +112,7 @@ FACTS = FamilyFacts(
             r"\.img_mlp\.(proj|gate_layer)$": ("colwise", (1,)),
             r"\.img_mlp\.out$": ("rowwise", (1,)),
         },
+        unsupported_strategies={"cuda_graphs": "Qwen-Image 2.1 copies masks of its tokens from the host"},
         attention_modes=(),  # its attention passes torch's backend on, whichever is set
     ),
     text=TextFacts(

@@ -144,7 +144,7 @@ def test_an_option_with_another_name_sets_ours(flags, expected):
         ("--fp8_t5 --fp8_llm --fp8_text_encoder", {"fp8_t5": "", "fp8_llm": "", "fp8_text_encoder": ""}),
         (
             "--blocks_to_swap 1 --block_swap_h2d_only --block_swap_ring_size 3 --use_pinned_memory_for_block_swap",
-            {"block_swap_h2d_only": "", "block_swap_ring_size": "", "use_pinned_memory_for_block_swap": ""},
+            {"block_swap_h2d_only": "", "use_pinned_memory_for_block_swap": ""},
         ),
         (
             "--blocks_to_swap 1 --compile --compile_mode max-autotune",

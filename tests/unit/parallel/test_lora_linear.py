@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
+from swapped_blocks import swap_blocks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from library.adapters import injection, precision
 from library.adapters.dropout_and_max_norm import LoraDropout
 from library.config.schema import AdapterConfig
-from library.parallel.block_swap import WeightOffloader
 from library.parallel.fuse_lora import fuse_lora_layers
 from library.parallel.lora_linear import FusedLoraForward
 from library.parallel.quantize import QuantizedWeight, convert_frozen_layer
@@ -149,10 +149,12 @@ def test_a_quantized_or_swapped_base_is_fetched_in_forward_and_in_backward(quant
     plain, fused = build_layers(), build_layers()
     offloader = None
     for model in (plain, fused):
-        offloader = WeightOffloader(torch.device("cpu"))
-        for layer in (model.to_q.base_layer, model.to_out.base_layer):
-            weight = QuantizedWeight.quantize(layer.weight, quant_type)
-            convert_frozen_layer(layer, offloader.offload(weight) if is_swapped else weight)
+        layers = (model.to_q.base_layer, model.to_out.base_layer)
+        if is_swapped:
+            offloader = swap_blocks([[layer] for layer in layers], quant_type, 1)
+            continue
+        for layer in layers:
+            convert_frozen_layer(layer, QuantizedWeight.quantize(layer.weight, quant_type))
     assert fuse_lora_layers(fused, torch.bfloat16) == 2
     expected, actual = (compute(model, build_input()) for model in (plain, fused))
     assert not torch.equal(actual["output"], expected["output"])
@@ -160,7 +162,7 @@ def test_a_quantized_or_swapped_base_is_fetched_in_forward_and_in_backward(quant
         torch.testing.assert_close(actual[name].float(), value.float(), rtol=0.05, atol=0.02 * float(value.abs().max()))
     for _ in range(3 if is_swapped else 0):
         compute(fused, build_input())
-    assert not is_swapped or offloader.prefetch_hits > 0
+    assert not is_swapped or offloader.copied_blocks > 0
 
 
 def test_names_weights_and_state_dict_are_those_of_peft():
