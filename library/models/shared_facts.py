@@ -93,11 +93,16 @@ def match_unet_model(read: ConfigReader) -> FamilyMatch:
             f"its UNet has {unet['in_channels']} input channels instead of 4; inpainting and editing models cannot be "
             "trained"
         )
+    reason = f"the UNet has cross_attention_dim {unet.get('cross_attention_dim')}"
+    size_multiple = get_downscale_factor(vae) * get_downscale_factor(unet)
+    return FamilyMatch(reason, size_multiple, read_prediction_type(read))
+
+
+def read_prediction_type(read: ConfigReader) -> str:
+    """Read from its scheduler whether a model without flow matching predicts ``epsilon`` or ``v``."""
     prediction = read_scheduler_config(read).get("prediction_type", "epsilon")
     if prediction not in ("epsilon", "v_prediction"):
         raise ModelError(
             f"its scheduler has prediction_type {prediction!r}; only epsilon and v_prediction are supported"
         )
-    reason = f"the UNet has cross_attention_dim {unet.get('cross_attention_dim')}"
-    size_multiple = get_downscale_factor(vae) * get_downscale_factor(unet)
-    return FamilyMatch(reason, size_multiple, "v" if prediction == "v_prediction" else "epsilon")
+    return "v" if prediction == "v_prediction" else "epsilon"

@@ -735,6 +735,32 @@ def hunyuan_image() -> TinyCase:
     )
 
 
+def pixart_sigma() -> TinyCase:
+    texts, latents = _draw_tensors((13, 48), (4, HEIGHT // 8, WIDTH // 8))
+    mask, options = torch.tensor([[1] * 13, [1] * 7 + [0] * 6]), {"use_resolution_binning": False}
+    texts_as_given = {"clean_caption": False, **options}
+    return TinyCase(
+        "pixart_sigma",
+        _load("random:pixart_sigma:tiny"),
+        build_batch(latents, {"embeds": [texts[0], texts[1, :7]]}),
+        {"prompt_embeds": texts, "prompt_attention_mask": mask, **options},
+        {},
+        _build_vae_encoder("StableDiffusionXLInpaintPipeline"),
+        "random:pixart_sigma:tiny",
+        texts=texts_as_given,
+        simplify_call=drop_padding,
+        blocks=("Attention",),
+    )
+
+
+def pixart_sigma_velocity() -> TinyCase:
+    tiny = pixart_sigma()
+    tiny.pipe.scheduler = diffusers.DDIMScheduler.from_config(
+        tiny.pipe.scheduler.config, prediction_type="v_prediction"
+    )
+    return tiny
+
+
 TINY: dict[str, Callable[[], TinyCase]] = {
     "built_in": built_in,
     "sd1": sd1,
@@ -770,6 +796,8 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "anima": anima,
     "flux3": flux3,
     "hunyuan_image": hunyuan_image,
+    "pixart_sigma": pixart_sigma,
+    "pixart_sigma_velocity": pixart_sigma_velocity,
 }
 
 
