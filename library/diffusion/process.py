@@ -1,6 +1,6 @@
 """Noise processes: how latents are noised at a timestep, and what the model predicts (epsilon, v or flow).
 
-Timesteps are a float tensor on diffusers' scale of 0..1000, one value per sample; 0 is the clean image
+Timesteps are a float tensor on diffusers' scale of 0..1000 (Kolors: 0..1100), one value per sample; 0 is the clean image
 of flow matching, and the lowest noise level of DDPM schedules.
 The letters follow Ho et al. 2020 (arXiv 2006.11239): ``x_t = sqrt(a) x_0 + sqrt(1 - a) e`` with ``a`` the
 cumulative product of ``1 - beta`` up to ``t``.
@@ -18,7 +18,7 @@ from ..errors import UserError
 from .timestep_shift import NO_SHIFT, TimestepShift, build_timestep_shift
 
 NUM_TRAIN_TIMESTEPS = 1000
-"""Length of the noise schedule of every supported model."""
+"""Length of the noise schedule of every model but Kolors, whose process has its own."""
 
 
 class NoiseProcess(Protocol):
@@ -27,6 +27,11 @@ class NoiseProcess(Protocol):
     @property
     def prediction_type(self) -> str:
         """``epsilon``, ``v`` or ``flow``."""
+        ...
+
+    @property
+    def num_timesteps(self) -> int:
+        """The timestep of pure noise, or the first after it where timesteps are whole numbers."""
         ...
 
     def add_noise(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,11 +49,15 @@ class NoiseProcess(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class DiscreteProcess:
-    """A DDPM process with 1000 noise levels; timesteps are whole numbers from 0 to 999."""
+    """A DDPM process; timesteps are whole numbers from 0 to its number of noise levels less one."""
 
     alphas_cumprod: Tensor
     weighting_alphas_cumprod: Tensor | None = None
     """The noise schedule whose SNR the loss weightings take, where it is another one."""
+
+    @property
+    def num_timesteps(self) -> int:
+        return len(self.alphas_cumprod)
 
     def compute_coefficients(self, timesteps: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """``sqrt(a)`` and ``sqrt(1 - a)`` for each sample, shaped to be multiplied with ``like``."""
@@ -115,6 +124,10 @@ class FlowMatchingProcess:
     velocity_sign: int = 1
     """-1 where the model itself predicts ``x_0 - e``, which its family turns round."""
 
+    @property
+    def num_timesteps(self) -> int:
+        return NUM_TRAIN_TIMESTEPS
+
     @classmethod
     def from_scheduler(cls, scheduler_config: Mapping[str, Any], patch_size: int = 2) -> "FlowMatchingProcess":
         """The process of a pipeline whose ``FlowMatchEulerDiscreteScheduler`` has this config."""
@@ -142,9 +155,6 @@ class FlowMatchingProcess:
 
 def build_discrete_process(alphas_cumprod: Tensor, prediction_type: str) -> EpsilonProcess | VPredictionProcess:
     """Build the process of a noise schedule; ``prediction_type`` is named as in diffusers' schedulers."""
-    steps = len(alphas_cumprod)
-    if steps != NUM_TRAIN_TIMESTEPS:
-        raise UserError(f"the scheduler has num_train_timesteps {steps}; only {NUM_TRAIN_TIMESTEPS} is supported")
     if prediction_type == "epsilon":
         return EpsilonProcess(alphas_cumprod)
     if prediction_type == "v_prediction":

@@ -101,7 +101,7 @@ TIMESTEP_SAMPLINGS: Mapping[str, Callable[[Tensor, NoiseDistribution, int], Tens
 def compute_timesteps(u: Tensor, noise_config: NoiseConfig, process: NoiseProcess, latents_shape: Size) -> Tensor:
     """Timesteps on 0..1000 for each ``u``, between ``min_timestep`` and ``max_timestep``."""
     low = noise_config.min_timestep or 0
-    high = NUM_TRAIN_TIMESTEPS if noise_config.max_timestep is None else noise_config.max_timestep
+    high = process.num_timesteps if noise_config.max_timestep is None else noise_config.max_timestep
     if not isinstance(process, FlowMatchingProcess):
         return (low + (high - low) * u).floor().float()
     distribution = NoiseDistribution(noise_config.get_timestep_sampling(), noise_config, process.shift)

@@ -89,7 +89,7 @@ def find_unbounded_weightings(process: NoiseProcess, loss_config: LossConfig) ->
     """List the enabled options whose weight is infinite at some timestep, as happens with zero terminal SNR."""
     if not isinstance(process, DiscreteProcess):
         return []
-    snr = process.compute_weighting_snr(torch.arange(NUM_TRAIN_TIMESTEPS))
+    snr = process.compute_weighting_snr(torch.arange(process.num_timesteps))
     return [
         name
         for name, weighting in SNR_WEIGHTINGS.items()

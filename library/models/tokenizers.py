@@ -91,6 +91,7 @@ def build_byte_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any
     """Build a tokenizer with one token per byte, for models with random weights."""
     builders: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {
         "ByT5Tokenizer": lambda tokenizer_class, _: tokenizer_class(),
+        "ChatGLMTokenizer": _build_sentencepiece_tokenizer,
         "CLIPTokenizer": _build_clip_tokenizer,
         "T5Tokenizer": _build_t5_tokenizer,
         "T5TokenizerFast": _build_t5_tokenizer,
@@ -142,6 +143,24 @@ def _build_t5_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any:
         tokenizer.save(str(Path(folder, "tokenizer.json")))
         _write_json(folder, "tokenizer_config.json", settings)
         return tokenizer_class.from_pretrained(folder)
+
+
+def _build_sentencepiece_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any:
+    """Build a tokenizer that reads a model of sentencepiece, with one token per Latin-1 letter."""
+    from sentencepiece import SentencePieceTrainer
+
+    letters = "".join(map(chr, [*range(33, 127), *range(161, 256)]))
+    with tempfile.TemporaryDirectory() as folder:
+        SentencePieceTrainer.train(
+            sentence_iterator=iter([letters]),
+            model_prefix=str(Path(folder, "tokenizer")),
+            model_type="char",
+            vocab_size=len(letters) + 4,  # unknown, start, end, and the beginning of a word
+            normalization_rule_name="identity",
+            character_coverage=1.0,
+            minloglevel=2,
+        )
+        return tokenizer_class(str(Path(folder, "tokenizer.model")), model_max_length=config["model_max_length"])
 
 
 def _build_llama_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any:

@@ -83,7 +83,11 @@ class DiffusionTask:
         ) * self.objective.compute_loss_weights(noised.timesteps)
         self._record_stats(
             MicroBatchStats(
-                noised.timesteps / 1000, losses.detach(), batch.loss_weights, batch.sample_keys, batch.global_positions
+                noised.timesteps / self.objective.process.num_timesteps,
+                losses.detach(),
+                batch.loss_weights,
+                batch.sample_keys,
+                batch.global_positions,
             ),
             step,
         )

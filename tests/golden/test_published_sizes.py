@@ -102,6 +102,8 @@ COUNTS = {
     ("cogview4", "vae"): 406_100_643,
     ("cogview4", "text_encoder"): 8_779_194_368,
     ("pixart_sigma", "transformer"): 610_856_096,
+    ("kolors", "unet"): 2_579_458_820,
+    ("kolors", "text_encoder"): 6_243_584_000,
     ("aura_flow_v0_2", "transformer"): 6_842_876_928,
     ("aura_flow", "text_encoder"): 1_223_550_976,
 }

@@ -761,6 +761,28 @@ def pixart_sigma_velocity() -> TinyCase:
     return tiny
 
 
+def kolors() -> TinyCase:
+    tiny = sdxl()
+    embeds, pooled = _draw_tensors((256, 32), (32,))
+    return replace(
+        tiny,
+        family="kolors",
+        pipe=_load("random:kolors:tiny"),
+        batch=build_batch(tiny.batch.latents, {"embeds": embeds, "pooled": pooled}),
+        call={"prompt_embeds": embeds, "pooled_prompt_embeds": pooled, **tiny.sizes},
+        encode=_build_vae_encoder("StableDiffusionXLInpaintPipeline"),
+        source="random:kolors:tiny",
+    )
+
+
+def kolors_velocity() -> TinyCase:
+    tiny = kolors()
+    tiny.pipe.scheduler = diffusers.DDIMScheduler.from_config(
+        tiny.pipe.scheduler.config, prediction_type="v_prediction"
+    )
+    return tiny
+
+
 TINY: dict[str, Callable[[], TinyCase]] = {
     "built_in": built_in,
     "sd1": sd1,
@@ -796,6 +818,8 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "anima": anima,
     "flux3": flux3,
     "hunyuan_image": hunyuan_image,
+    "kolors": kolors,
+    "kolors_velocity": kolors_velocity,
     "pixart_sigma": pixart_sigma,
     "pixart_sigma_velocity": pixart_sigma_velocity,
 }

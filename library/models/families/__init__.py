@@ -41,6 +41,7 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "krea2": ".krea2:Krea2",
         "sana": ".sana:Sana",
         "cogview4": ".cogview4:CogView4",
+        "kolors": ".kolors:Kolors",
         "pixart_sigma": ".pixart_sigma:PixArtSigma",
         "anima": ".anima:Anima",
         "hunyuan_image": ".hunyuan_image:HunyuanImage",
