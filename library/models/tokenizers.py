@@ -183,6 +183,7 @@ def _build_byte_fallback_tokenizer(tokenizer_class: Any, config: Mapping[str, An
 def _build_fast_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any:
     tokenizer = _build_chat_tokenizer(Qwen2Tokenizer, config)
     options = {"pad_token": END_TOKEN, "model_max_length": tokenizer.model_max_length}
+    options |= {name: config[name] for name in ("eos_token",) if name in config}
     if config.get("add_bos_token"):
         start = [("<|im_start|>", tokenizer.convert_tokens_to_ids("<|im_start|>"))]
         processor = processors.TemplateProcessing(single="<|im_start|> $A", special_tokens=start)

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from diffusers.models.model_loading_utils import _fetch_remapped_cls_from_config
+from diffusers.models.modeling_utils import LegacyModelMixin
 from torch import Tensor, nn
 
 from ..randomness import Purpose, derive_generator, derive_seed
@@ -19,6 +21,8 @@ _NOISE_LENGTH = 4_194_301
 
 def build_empty_model(model_class: Any, config: Mapping[str, Any]) -> Any:
     """Build a diffusers or transformers model with parameters on the meta device and real buffers."""
+    if issubclass(model_class, LegacyModelMixin):  # PixArt's published folders name the class of which it was a part
+        model_class = _fetch_remapped_cls_from_config(config, model_class)
     with init_empty_weights(include_buffers=False):
         if hasattr(model_class, "from_config"):  # a class of diffusers
             return model_class.from_config(dict(config)).eval()

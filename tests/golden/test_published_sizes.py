@@ -102,6 +102,8 @@ COUNTS = {
     ("cogview4", "vae"): 406_100_643,
     ("cogview4", "text_encoder"): 8_779_194_368,
     ("pixart_sigma", "transformer"): 610_856_096,
+    ("hidream", "transformer"): 17_105_733_184,
+    ("hidream", "text_encoder_4"): 8_030_261_248,
     ("kolors", "unet"): 2_579_458_820,
     ("kolors", "text_encoder"): 6_243_584_000,
     ("aura_flow_v0_2", "transformer"): 6_842_876_928,
@@ -255,6 +257,7 @@ TRANSFORMERS = {
     "hunyuan_image": original_checkpoints.convert_hunyuan_image_transformer,
     "qwen_image21": original_checkpoints.convert_qwen_image21_transformer,
     "pixart_sigma": original_checkpoints.convert_pixart_transformer,
+    "hidream": nn.Module.state_dict,
 }
 
 

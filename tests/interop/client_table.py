@@ -65,6 +65,7 @@ ORIGINAL_WRITERS: Mapping[str, Callable[[Any], Mapping[str, Tensor]]] = {
     "hunyuan_image": original_checkpoints.convert_hunyuan_image_transformer,
     "qwen_image21": original_checkpoints.convert_qwen_image21_transformer,
     "pixart_sigma": original_checkpoints.convert_pixart_transformer,
+    "hidream": nn.Module.state_dict,
 }
 SAME_FILES = {
     "flux_kontext": "flux",

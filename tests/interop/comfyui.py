@@ -43,6 +43,7 @@ MODEL_CLASSES = {  # a family that is not here is not in ComfyUI
     "anima": "Anima",
     "hunyuan_image": "HunyuanImage21",
     "pixart_sigma": "PixArt",
+    "hidream": "HiDream",
 }
 
 

@@ -783,6 +783,20 @@ def kolors_velocity() -> TinyCase:
     return tiny
 
 
+def hidream() -> TinyCase:
+    t5, llama, pooled, latents = _draw_tensors((128, 48), (3, 128, 24), (40,), (4, HEIGHT // 8, WIDTH // 8))
+    return TinyCase(
+        "hidream",
+        _load("random:hidream:tiny"),
+        build_batch(latents, {"t5": t5, "llama": llama, "pooled": pooled}),
+        {"prompt_embeds_t5": t5, "prompt_embeds_llama3": llama.transpose(0, 1), "pooled_prompt_embeds": pooled},
+        {},
+        _build_vae_encoder("FluxInpaintPipeline"),
+        "random:hidream:tiny",
+        blocks=("HiDreamAttention",),
+    )
+
+
 TINY: dict[str, Callable[[], TinyCase]] = {
     "built_in": built_in,
     "sd1": sd1,
@@ -818,6 +832,7 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "anima": anima,
     "flux3": flux3,
     "hunyuan_image": hunyuan_image,
+    "hidream": hidream,
     "kolors": kolors,
     "kolors_velocity": kolors_velocity,
     "pixart_sigma": pixart_sigma,

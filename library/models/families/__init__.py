@@ -41,6 +41,7 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "krea2": ".krea2:Krea2",
         "sana": ".sana:Sana",
         "cogview4": ".cogview4:CogView4",
+        "hidream": ".hidream:HiDream",
         "kolors": ".kolors:Kolors",
         "pixart_sigma": ".pixart_sigma:PixArtSigma",
         "anima": ".anima:Anima",
