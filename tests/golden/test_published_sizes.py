@@ -104,6 +104,7 @@ COUNTS = {
     ("pixart_sigma", "transformer"): 610_856_096,
     ("hidream", "transformer"): 17_105_733_184,
     ("hidream", "text_encoder_4"): 8_030_261_248,
+    ("kandinsky5_image", "transformer"): 6_022_080_576,
     ("kolors", "unet"): 2_579_458_820,
     ("kolors", "text_encoder"): 6_243_584_000,
     ("aura_flow_v0_2", "transformer"): 6_842_876_928,
@@ -258,6 +259,7 @@ TRANSFORMERS = {
     "qwen_image21": original_checkpoints.convert_qwen_image21_transformer,
     "pixart_sigma": original_checkpoints.convert_pixart_transformer,
     "hidream": nn.Module.state_dict,
+    "kandinsky5_image": nn.Module.state_dict,
 }
 
 

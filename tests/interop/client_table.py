@@ -66,6 +66,7 @@ ORIGINAL_WRITERS: Mapping[str, Callable[[Any], Mapping[str, Tensor]]] = {
     "qwen_image21": original_checkpoints.convert_qwen_image21_transformer,
     "pixart_sigma": original_checkpoints.convert_pixart_transformer,
     "hidream": nn.Module.state_dict,
+    "kandinsky5_image": nn.Module.state_dict,
 }
 SAME_FILES = {
     "flux_kontext": "flux",

@@ -44,6 +44,7 @@ MODEL_CLASSES = {  # a family that is not here is not in ComfyUI
     "hunyuan_image": "HunyuanImage21",
     "pixart_sigma": "PixArt",
     "hidream": "HiDream",
+    "kandinsky5_image": "Kandinsky5Image",
 }
 
 

@@ -797,6 +797,34 @@ def hidream() -> TinyCase:
     )
 
 
+def kandinsky5_image() -> TinyCase:
+    embeds, pooled, latents = _draw_tensors((9, 32), (16,), (4, HEIGHT // 8, WIDTH // 8))
+
+    def encode(pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+        parts = zip(pixels.split(1), generators, strict=True)
+        draws = [pipe.vae.encode(pixel).latent_dist.sample(generator) for pixel, generator in parts]
+        return torch.cat(draws) * pipe.vae.config.scaling_factor
+
+    return TinyCase(
+        "kandinsky5_image",
+        _load("random:kandinsky5_image:tiny"),
+        build_batch(latents, {"embeds": list(embeds), "pooled": pooled}),
+        {
+            "prompt_embeds_qwen": embeds,
+            "prompt_embeds_clip": pooled,
+            "prompt_cu_seqlens": torch.tensor([0, 9, 18]),
+        },
+        {},
+        encode,
+        "random:kandinsky5_image:tiny",
+        lambda latents: latents.permute(0, 2, 3, 1).unsqueeze(1),
+        lambda latents: latents.squeeze(1).permute(0, 3, 1, 2),
+        encodes_prompts_alone=True,
+        blocks=("Kandinsky5Attention",),
+        untrained="out_layer",
+    )
+
+
 TINY: dict[str, Callable[[], TinyCase]] = {
     "built_in": built_in,
     "sd1": sd1,
@@ -833,6 +861,7 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "flux3": flux3,
     "hunyuan_image": hunyuan_image,
     "hidream": hidream,
+    "kandinsky5_image": kandinsky5_image,
     "kolors": kolors,
     "kolors_velocity": kolors_velocity,
     "pixart_sigma": pixart_sigma,

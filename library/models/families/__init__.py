@@ -43,6 +43,7 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "cogview4": ".cogview4:CogView4",
         "hidream": ".hidream:HiDream",
         "kolors": ".kolors:Kolors",
+        "kandinsky5_image": ".kandinsky5_image:Kandinsky5Image",
         "pixart_sigma": ".pixart_sigma:PixArtSigma",
         "anima": ".anima:Anima",
         "hunyuan_image": ".hunyuan_image:HunyuanImage",
