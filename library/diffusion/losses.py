@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config.schema_objective import LossConfig
-from .process import NUM_TRAIN_TIMESTEPS, NoiseProcess
+from .process import NoiseProcess
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Noise processes: how latents are noised at a timestep, and what the model predicts (epsilon, v or flow).
 
-Timesteps are a float tensor on diffusers' scale of 0..1000 (Kolors: 0..1100), one value per sample; 0 is the clean image
-of flow matching, and the lowest noise level of DDPM schedules.
+Timesteps are a float tensor on diffusers' scale of 0..1000, for Kolors 0..1100, one value per sample; 0 is the clean
+image of flow matching, and the lowest noise level of DDPM schedules.
 The letters follow Ho et al. 2020 (arXiv 2006.11239): ``x_t = sqrt(a) x_0 + sqrt(1 - a) e`` with ``a`` the
 cumulative product of ``1 - beta`` up to ``t``.
 ``--zero_terminal_snr`` and ``--v_parameterization`` change the schedule in models/scheduler_overrides.py.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..config.schema_objective import LossConfig, NoiseConfig
-from .process import NUM_TRAIN_TIMESTEPS, DiscreteProcess, FlowMatchingProcess, NoiseProcess
+from .process import DiscreteProcess, FlowMatchingProcess, NoiseProcess
 
 MAX_SNR = 1000.0
 """sd-scripts' cap on the SNR, which is larger at the first timesteps only."""

@@ -22,7 +22,7 @@ _NOISE_LENGTH = 4_194_301
 def build_empty_model(model_class: Any, config: Mapping[str, Any]) -> Any:
     """Build a diffusers or transformers model with parameters on the meta device and real buffers."""
     if issubclass(model_class, LegacyModelMixin):  # PixArt's published folders name the class of which it was a part
-        model_class = _fetch_remapped_cls_from_config(config, model_class)
+        model_class = _fetch_remapped_cls_from_config(config, model_class)  # type: ignore[no-untyped-call]
     with init_empty_weights(include_buffers=False):
         if hasattr(model_class, "from_config"):  # a class of diffusers
             return model_class.from_config(dict(config)).eval()

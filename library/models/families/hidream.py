@@ -122,7 +122,7 @@ FACTS = FamilyFacts(
         timestep_sampling="sigmoid",
         reason="as in OneTrainer and diffusion-pipe",
         other_trainers={
-            "ai-toolkit": NoiseLevels("uniform", 3.0, origin="its example: uniform with shift 3", shares=(0.25, 0.1)),
+            "ai-toolkit": NoiseLevels("sigma", 3.0, origin="its example"),
             "OneTrainer": LOGIT_NORMAL,
         },
     ),
@@ -252,7 +252,8 @@ def _build_transformer_classes() -> tuple[Any, Any]:
 
     class ImageTransformer(transformer):  # type: ignore[misc]
         def patchify(self, hidden_states: Tensor) -> Any:
-            patch_size, max_tokens = self.config.patch_size, self.max_seq
+            patch_size = self.config.patch_size
+            max_tokens = math.prod(self.config.max_resolution) // patch_size**2
             self._grid = tuple(side // patch_size for side in hidden_states.shape[-2:])
             # An image that is not square is padded; diffusers fails for those of more tokens.
             self.max_seq = max(max_tokens, math.prod(self._grid))
@@ -263,8 +264,8 @@ def _build_transformer_classes() -> tuple[Any, Any]:
 
         def unpatchify(self, x: Tensor, img_sizes: Any, is_training: bool) -> Tensor:
             (height, width), side = self._grid, self.config.patch_size
-            grid = x[:, : height * width].reshape(len(x), height, width, side, side, -1)
-            return grid.permute(0, 5, 1, 3, 2, 4).reshape(len(x), -1, height * side, width * side)
+            grid = x[:, : height * width].reshape((len(x), height, width, side, side, -1))
+            return grid.permute((0, 5, 1, 3, 2, 4)).reshape(len(x), -1, height * side, width * side)
 
     class Experts(feed_forward):  # type: ignore[misc]
         def forward(self, x: Tensor) -> Tensor:
@@ -275,7 +276,8 @@ def _build_transformer_classes() -> tuple[Any, Any]:
                 rows, places = _find_tokens(chosen, number, len(self.experts))
                 update = expert(tokens[rows]) * weights[rows, places, None]
                 output = output.index_add(0, rows, update.to(output.dtype))
-            return output.view(x.shape) + self.shared_experts(x)
+            shared: Tensor = self.shared_experts(x)
+            return output.view(x.shape) + shared
 
     return copy_class_name(ImageTransformer, transformer), copy_class_name(Experts, feed_forward)
 

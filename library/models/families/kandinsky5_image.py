@@ -234,20 +234,11 @@ def _build_pipeline_class() -> Any:
     return copy_class_name(SizedPipeline, pipeline)
 
 
-def _build_transformer_classes() -> tuple[Any, Any, Any]:
-    """diffusers' transformer with a mask for the padding of texts, which as of 0.42 it has not.
-
-    Its embedding of the timestep also works where all weights have one dtype of half precision.
-    """
-    import inspect
-
-    import torch
-    from diffusers import Kandinsky5Transformer3DModel
+def _build_attention_processor() -> Any:
+    """diffusers' attention of Kandinsky 5, which can have a mask for the padding of the text."""
     from diffusers.models.attention_dispatch import dispatch_attention_fn
-    from diffusers.models.transformers.transformer_kandinsky import Kandinsky5AttnProcessor, Kandinsky5TimeEmbeddings
+    from diffusers.models.transformers.transformer_kandinsky import Kandinsky5AttnProcessor
 
-    transformer: Any = Kandinsky5Transformer3DModel
-    time_embeddings: Any = Kandinsky5TimeEmbeddings
     attention_processor: Any = Kandinsky5AttnProcessor
 
     class TextMaskProcessor(attention_processor):  # type: ignore[misc]
@@ -275,11 +266,29 @@ def _build_transformer_classes() -> tuple[Any, Any, Any]:
             )
             return attn.out_layer(attended.flatten(-2))
 
+    return TextMaskProcessor
+
+
+def _build_transformer_classes() -> tuple[Any, Any, Any]:
+    """diffusers' transformer with a mask for the padding of texts, which as of 0.42 it has not.
+
+    Its embedding of the timestep also works where all weights have one dtype of half precision.
+    """
+    import inspect
+
+    import torch
+    from diffusers import Kandinsky5Transformer3DModel
+    from diffusers.models.transformers.transformer_kandinsky import Kandinsky5TimeEmbeddings
+
+    transformer: Any = Kandinsky5Transformer3DModel
+    time_embeddings: Any = Kandinsky5TimeEmbeddings
+    processor_class = _build_attention_processor()
+
     class TextMaskTransformer(transformer):  # type: ignore[misc]
         def forward(self, *args: Any, text_mask: Tensor | None = None, **kwargs: Any) -> Any:
             # It stays until the next call: gradient checkpointing computes the blocks again after this one.
             for module in self.modules():
-                if isinstance(processor := getattr(module, "processor", None), TextMaskProcessor):
+                if isinstance(processor := getattr(module, "processor", None), processor_class):
                     processor.text_mask = text_mask
             return super().forward(*args, **kwargs)
 
@@ -296,11 +305,12 @@ def _build_transformer_classes() -> tuple[Any, Any, Any]:
     return (
         copy_class_name(TextMaskTransformer, transformer),
         copy_class_name(TimeEmbeddings, time_embeddings),
-        TextMaskProcessor,
+        processor_class,
     )
 
 
 def _rotate(tokens: Tensor, rotations: Tensor) -> Tensor:
     """Apply rotary positions, rounded to bfloat16 as in diffusers."""
-    pairs = tokens.float().unflatten(-1, (-1, 1, 2))
-    return (rotations * pairs).sum(-1).flatten(-2).bfloat16().type_as(tokens)
+    pairs = tokens.float().view(*tokens.shape[:-1], -1, 1, 2)
+    rotated: Tensor = (rotations * pairs).sum(-1).flatten(-2)
+    return rotated.bfloat16().type_as(tokens)

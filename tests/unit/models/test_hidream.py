@@ -63,8 +63,8 @@ def test_the_pipeline_samples_the_size_that_is_asked_for_and_is_that_of_diffuser
     _, tiny = build_case("hidream")
     options = {**tiny.call, "guidance_scale": 1.0, "num_inference_steps": 2, "output_type": "latent"}
     for height, width in ((64, 64), (64, 96), (80, 208), (1088, 944)):
-        sizes = []
-        tiny.pipe.prepare_latents = lambda count, channels, height, width, *rest: sizes.append((height, width))
+        sizes = list[tuple[int, int]]()
+        tiny.pipe.prepare_latents = lambda count, channels, *sides, found=sizes: found.append(sides[:2])
         with pytest.raises((AttributeError, TypeError)):  # there are no latents
             tiny.pipe(**options, height=height, width=width)
         assert sizes == [(height, width)]
