@@ -99,7 +99,9 @@ def _split_block_index(module: str) -> tuple[str, str]:
     """Split ``transformer_blocks.7.attn.to_q`` into ``transformer_blocks.{}.attn.to_q`` and ``7``."""
     first, _, rest = module.partition(".")
     number, _, end = rest.partition(".")
-    return (f"{first}.{{}}.{end}", number) if number.isdigit() else (module, "")
+    if not number.isdigit():
+        return module, ""
+    return f"{first}.{{}}.{end}" if end else f"{first}.{{}}", number
 
 
 _LDM_RESNET_NAMES = {

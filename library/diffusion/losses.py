@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config.schema_objective import LossConfig
-from .noise_levels import NUM_TRAIN_TIMESTEPS
 from .process import NoiseProcess
 
 
@@ -80,7 +79,7 @@ def constant_threshold(context: LossContext) -> Tensor:
 
 def exponential_threshold(context: LossContext) -> Tensor:
     """``huber_c ** (t / 1000)``: from 1 at ``t = 0`` to ``huber_c`` at pure noise."""
-    return torch.exp(math.log(context.config.huber_c) * context.timesteps / NUM_TRAIN_TIMESTEPS)
+    return torch.exp(math.log(context.config.huber_c) * context.timesteps / context.process.num_timesteps)
 
 
 def snr_threshold(context: LossContext) -> Tensor:

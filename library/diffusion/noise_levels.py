@@ -14,7 +14,8 @@ from ..config.schema_objective import NoiseConfig
 from .timestep_shift import FLUX_DEV_SHIFT, KREA2_SHIFT, QWEN_SHIFT, DynamicShift, TimestepShift
 
 NUM_TRAIN_TIMESTEPS = 1000
-"""Length of the noise schedule of every supported model, and the number of noise levels of ``sigma``."""
+"""Length of the noise schedule of every model but Kolors, whose process has its own, and the number of noise levels of
+``sigma``."""
 
 SHIFTS_BY_SIZE: Mapping[str, DynamicShift] = {
     "flux_shift": FLUX_DEV_SHIFT,

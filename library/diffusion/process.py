@@ -1,7 +1,7 @@
 """Noise processes: how latents are noised at a timestep, and what the model predicts (epsilon, v or flow).
 
-Timesteps are a float tensor on diffusers' scale of 0..1000, one value per sample; 0 is the clean image
-of flow matching, and the lowest noise level of DDPM schedules.
+Timesteps are a float tensor on diffusers' scale of 0..1000, for Kolors 0..1100, one value per sample; 0 is the clean
+image of flow matching, and the lowest noise level of DDPM schedules.
 The letters follow Ho et al. 2020 (arXiv 2006.11239): ``x_t = sqrt(a) x_0 + sqrt(1 - a) e`` with ``a`` the
 cumulative product of ``1 - beta`` up to ``t``.
 ``--zero_terminal_snr`` and ``--v_parameterization`` change the schedule in models/scheduler_overrides.py.
@@ -28,6 +28,11 @@ class NoiseProcess(Protocol):
         """``epsilon``, ``v`` or ``flow``."""
         ...
 
+    @property
+    def num_timesteps(self) -> int:
+        """The timestep of pure noise, or the first after it where timesteps are whole numbers."""
+        ...
+
     def add_noise(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> tuple[Tensor, Tensor]:
         """Return the noisy latents and the target that ``Family.predict`` is compared with."""
         ...
@@ -43,12 +48,16 @@ class NoiseProcess(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class DiscreteProcess:
-    """A DDPM process with 1000 noise levels; timesteps are whole numbers from 0 to 999."""
+    """A DDPM process; timesteps are whole numbers from 0 to its number of noise levels less one."""
 
     alphas_cumprod: Tensor
     weighting_alphas_cumprod: Tensor | None = None
     """The noise schedule whose SNR the loss weightings take, where it is another one."""
     _tables: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def num_timesteps(self) -> int:
+        return len(self.alphas_cumprod)
 
     def compute_coefficients(self, timesteps: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """``sqrt(a)`` and ``sqrt(1 - a)`` for each sample, shaped to be multiplied with ``like``."""
@@ -122,6 +131,10 @@ class FlowMatchingProcess:
     velocity_sign: int = 1
     """-1 where the model itself predicts ``x_0 - e``, which its family turns round."""
 
+    @property
+    def num_timesteps(self) -> int:
+        return NUM_TRAIN_TIMESTEPS
+
     @classmethod
     def from_scheduler(cls, scheduler_config: Mapping[str, Any], patch_size: int = 2) -> "FlowMatchingProcess":
         """The process of a pipeline whose ``FlowMatchEulerDiscreteScheduler`` has this config."""
@@ -149,9 +162,6 @@ class FlowMatchingProcess:
 
 def build_discrete_process(alphas_cumprod: Tensor, prediction_type: str) -> EpsilonProcess | VPredictionProcess:
     """Build the process of a noise schedule; ``prediction_type`` is named as in diffusers' schedulers."""
-    steps = len(alphas_cumprod)
-    if steps != NUM_TRAIN_TIMESTEPS:
-        raise UserError(f"the scheduler has num_train_timesteps {steps}; only {NUM_TRAIN_TIMESTEPS} is supported")
     if prediction_type == "epsilon":
         return EpsilonProcess(alphas_cumprod)
     if prediction_type == "v_prediction":

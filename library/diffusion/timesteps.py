@@ -175,7 +175,7 @@ def compute_timesteps(
     A run passes its ``distribution`` each time, which keeps the tables of mixtures.
     """
     low = noise_config.min_timestep or 0
-    high = NUM_TRAIN_TIMESTEPS if noise_config.max_timestep is None else noise_config.max_timestep
+    high = process.num_timesteps if noise_config.max_timestep is None else noise_config.max_timestep
     if not isinstance(process, FlowMatchingProcess):
         return (low + (high - low) * u).floor().float()
     distribution = distribution or build_distribution(noise_config, process)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ..config.schema_objective import LossConfig, NoiseConfig
-from .noise_levels import NUM_TRAIN_TIMESTEPS
 from .process import DiscreteProcess, FlowMatchingProcess, NoiseProcess
 
 MAX_SNR = 1000.0
@@ -90,7 +89,7 @@ def find_unbounded_weightings(process: NoiseProcess, loss_config: LossConfig) ->
     """List the enabled options whose weight is infinite at some timestep, as happens with zero terminal SNR."""
     if not isinstance(process, DiscreteProcess):
         return []
-    snr = process.compute_weighting_snr(torch.arange(NUM_TRAIN_TIMESTEPS))
+    snr = process.compute_weighting_snr(torch.arange(process.num_timesteps))
     return [
         name
         for name, weighting in SNR_WEIGHTINGS.items()

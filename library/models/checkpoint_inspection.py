@@ -50,7 +50,7 @@ _COMPONENT_SIGNATURES: Mapping[str, tuple[str, str, int]] = {
     "vae": (r"(?:^|\.)decoder\.(?:conv_in|conv1)\.weight$", "VAE with {} latent channels", 1),
     "clip": (r"(?:^|\.)(?:token_embedding\.weight)$", "CLIP text encoder of width {}", 1),
     "t5": (r"(?:^|\.)encoder\.block\.0\.layer\.0\.SelfAttention\.q\.weight$", "T5 text encoder of width {}", 1),
-    "llm": (r"(?:^|\.)embed_tokens\.weight$", "language model of width {}", 1),
+    "llm": (r"(?:^|\.)(?:embed_tokens|word_embeddings)\.weight$", "language model of width {}", 1),
     "llm_adapter": (r"(?:^|\.)blocks\.0\.norm_cross_attn\.weight$", "adapter of Anima of width {}", 0),
 }
 """The pattern of a key of each component type, the description of the type, and the axis of its width."""
@@ -237,7 +237,7 @@ _SIGNATURE_BY_CLASS: Mapping[str, tuple[str, str]] = {
     "Qwen2_5_VLForConditionalGeneration": ("llm", "hidden_size"),
     "AnimaTextConditioner": ("llm_adapter", "model_dim"),
 }
-"""The component type of each class, and the key of its width in the config."""
+"""The component type of each class, and the key of its width in the config; others are language models."""
 
 
 @dataclass(frozen=True)
@@ -294,8 +294,8 @@ def _require_signature(
 
 
 def _get_signature(config: JsonDict | None, class_name: str) -> ComponentSignature | None:
-    if config is None or class_name not in _SIGNATURE_BY_CLASS:
+    if config is None:
         return None
-    component_type, key = _SIGNATURE_BY_CLASS[class_name]
+    component_type, key = _SIGNATURE_BY_CLASS.get(class_name, ("llm", "hidden_size"))
     width = config.get("text_config", {}).get(key, config.get(key))  # text_config: vision-language models
     return ComponentSignature(component_type, width) if isinstance(width, int) else None

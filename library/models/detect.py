@@ -206,6 +206,7 @@ def _detect_from_configs(
     candidates = [family_option] if family_option else registered
     for family in candidates:
         facts = get_family_facts(family)
+        read = _add_separate_components(read, family)
         match = facts.detection.match_configs(read)
         if match is None:
             continue
@@ -370,7 +371,41 @@ def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> Detect
         problems.append(Problem("v2", f"the model is {facts.title}", "leave this option out"))
     if problems:
         raise ConfigError(problems)
-    return replace(detected, component_sources=sources)
+    return replace(detected, component_sources={**_find_separate_sources(detected, facts, sources), **sources})
+
+
+def _find_separate_sources(
+    detected: DetectedModel, facts: FamilyFacts, sources: Mapping[str, ComponentSource]
+) -> dict[str, ComponentSource]:
+    """Find from where components are loaded that a folder of the model lacks; a tokenizer comes with its encoder."""
+    if detected.bundled_config is not None or not facts.pipeline.separate_components:
+        return {}
+    index = _build_source_reader(detected)("model_index.json") or {}
+    found = {}
+    for component, repo_id in facts.pipeline.separate_components.items():
+        encoder = sources.get(component.replace("tokenizer", "text_encoder"))
+        if not any(index.get(component) or ()):
+            is_complete = encoder is not None and encoder.source_type != "file"
+            found[component] = encoder if encoder and is_complete else ComponentSource("hub", repo_id)
+    return found
+
+
+def _add_separate_components(read: ConfigReader, family: str) -> ConfigReader:
+    """Add the components that folders of the model lack, with the configuration that is bundled."""
+    separate = get_family_facts(family).pipeline.separate_components
+    if not separate:
+        return read
+    bundled = load_bundled_config(family)
+
+    def read_all(name: str) -> dict[str, Any] | None:
+        data = read(name)
+        if data is None:
+            return bundled.get(name) if name.partition("/")[0] in separate else None
+        if name != "model_index.json":
+            return data
+        return {**data, **{key: bundled[name][key] for key in separate if not any(data.get(key) or ())}}
+
+    return read_all
 
 
 def validate_version(version: str, facts: FamilyFacts, read: ConfigReader) -> Iterator[Problem]:
@@ -420,6 +455,10 @@ def get_config_reader(model: DetectedModel) -> ConfigReader:
     """Reader of the model's JSON files."""
     if model.bundled_config is not None:
         return build_bundled_reader(load_bundled_config(model.bundled_config))
+    return _add_separate_components(_build_source_reader(model), model.family)
+
+
+def _build_source_reader(model: DetectedModel) -> ConfigReader:
     if model.source_type == "hub":
         return build_hub_reader(model.path_or_id)
     return build_folder_reader(Path(model.path_or_id))

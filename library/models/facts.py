@@ -54,6 +54,8 @@ class PipelineFacts:
     """Number of parameters of the published denoiser; of its largest size, if there are several."""
     hub_id: str = ""
     """Hub id of this published model, with which presets of the web page begin."""
+    separate_components: Mapping[str, str] = field(default_factory=dict)
+    """The hub ids of components that folders of the published model lack, as their licence is another one."""
 
 
 @dataclass(frozen=True)

@@ -222,10 +222,13 @@ def _load_component(
 
 
 def import_model_class(library: str, name: str) -> Any:
-    """Import a class listed in model_index.json; only diffusers and transformers are trusted."""
-    if library not in ("diffusers", "transformers"):
+    """Import a class listed in model_index.json; only diffusers, its pipelines and transformers are trusted."""
+    if library in ("diffusers", "transformers"):
+        return getattr(importlib.import_module(library), name)
+    pipelines = importlib.import_module("diffusers.pipelines")
+    if not library.isidentifier() or not hasattr(pipelines, library):
         raise ValueError(f"model_index.json lists {name} of {library}; only diffusers and transformers are supported")
-    return getattr(importlib.import_module(library), name)
+    return getattr(getattr(pipelines, library), name)
 
 
 def _build_pipeline(pipeline_class: Any, index: JsonDict, loaded: dict[str, Any]) -> Any:

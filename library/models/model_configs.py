@@ -102,11 +102,11 @@ def read_required(read: ConfigReader, name: str) -> JsonDict:
     return data
 
 
-def read_scheduler_config(read: ConfigReader) -> JsonDict:
-    """Read the scheduler's config, which has to have 1000 timesteps."""
+def read_scheduler_config(read: ConfigReader, num_timesteps: int = 1000) -> JsonDict:
+    """Read the scheduler's config, whose schedule has to have this length."""
     config = read_required(read, SCHEDULER)
-    if (steps := config.get("num_train_timesteps", 1000)) != 1000:
-        raise ModelError(f"its scheduler has num_train_timesteps {steps}; only 1000 is supported")
+    if (steps := config.get("num_train_timesteps", 1000)) != num_timesteps:
+        raise ModelError(f"its scheduler has num_train_timesteps {steps}; only {num_timesteps} is supported")
     return config
 
 

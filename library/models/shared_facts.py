@@ -85,19 +85,24 @@ def match_flow_model(read: ConfigReader, channels_per_latent: int, reason: str, 
     return FamilyMatch(reason, get_downscale_factor(vae) * patch_size, "flow")
 
 
-def match_unet_model(read: ConfigReader) -> FamilyMatch:
-    """Check a UNet that predicts epsilon or v."""
+def match_unet_model(read: ConfigReader, num_timesteps: int = 1000) -> FamilyMatch:
+    """Check a UNet that predicts epsilon or v, with a noise schedule of this length."""
     unet, vae = read_required(read, "unet/config.json"), read_required(read, "vae/config.json")
     if unet.get("in_channels", 4) != 4:
         raise ModelError(
             f"its UNet has {unet['in_channels']} input channels instead of 4; inpainting and editing models cannot be "
             "trained"
         )
-    prediction = read_scheduler_config(read).get("prediction_type", "epsilon")
+    reason = f"the UNet has cross_attention_dim {unet.get('cross_attention_dim')}"
+    size_multiple = get_downscale_factor(vae) * get_downscale_factor(unet)
+    return FamilyMatch(reason, size_multiple, read_prediction_type(read, num_timesteps))
+
+
+def read_prediction_type(read: ConfigReader, num_timesteps: int = 1000) -> str:
+    """Read from its scheduler whether a model without flow matching predicts ``epsilon`` or ``v``."""
+    prediction = read_scheduler_config(read, num_timesteps).get("prediction_type", "epsilon")
     if prediction not in ("epsilon", "v_prediction"):
         raise ModelError(
             f"its scheduler has prediction_type {prediction!r}; only epsilon and v_prediction are supported"
         )
-    reason = f"the UNet has cross_attention_dim {unet.get('cross_attention_dim')}"
-    size_multiple = get_downscale_factor(vae) * get_downscale_factor(unet)
-    return FamilyMatch(reason, size_multiple, "v" if prediction == "v_prediction" else "epsilon")
+    return "v" if prediction == "v_prediction" else "epsilon"

@@ -140,14 +140,16 @@ def _convert_by_layout(
     """Split the outputs of fused modules; norms may call their weight ``scale``."""
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     converted = dict[str, Tensor]()
+    kinds = dict.fromkeys(name.rpartition(".")[2] for name in shapes)
     for group in group_by_original_module(dict.fromkeys(name.rpartition(".")[0] for name in shapes), layout):
-        for kind in ("weight", "bias"):
-            names = [f"{module}.{kind}" for module in group.modules if f"{module}.{kind}" in shapes]
+        for kind in kinds:
+            names = [f"{module}.{kind}".removeprefix(".") for module in group.modules]  # the model itself has no name
+            names = [name for name in names if name in shapes]
             if not names:
                 continue
             key = f"{group.name}.{kind}"
             tensor = tensors[f"{group.name}.scale" if kind == "weight" and key not in tensors else key]
-            outputs, *inputs = shapes[f"{group.modules[0]}.weight"]
+            outputs, *inputs = shapes.get(f"{group.modules[0]}.weight", shapes[names[0]])
             if group.original.swaps_scale_shift and [outputs] == [2 * size for size in inputs]:
                 tensor = torch.cat(tensor.chunk(2)[::-1])
             sizes = [shapes[name][0] for name in names]

@@ -10,6 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import ByT5Tokenizer, Qwen2Tokenizer, Qwen2VLImageProcessorPil, Qwen2VLProcessor
 
+from ..registry import copy_class_name
+
 START_TOKEN, END_TOKEN = "<|startoftext|>", "<|endoftext|>"
 _METASPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
@@ -46,14 +48,15 @@ def load_pretrained_tokenizer(tokenizer_class: Any, path_or_id: str, subfolder: 
         return ImageTextProcessor(Qwen2VLImageProcessorPil.from_pretrained(path_or_id, **files), tokenizer)
     if tokenizer_class.__name__ == "Qwen3VLProcessor":
         tokenizer_class = Qwen2Tokenizer  # texts need no more, and the processor of videos needs torchvision
-    missing = OSError("it has no vocabulary (vocab.json and merges.txt, or tokenizer.json)")
+    missing = OSError("it has no vocabulary (vocab.json and merges.txt, tokenizer.json, or tokenizer.model)")
     try:
         tokenizer = tokenizer_class.from_pretrained(path_or_id, subfolder=subfolder, **options)
-    except ValueError as error:
-        if "backend tokenizer" in str(error):  # of a class that reads tokenizer.json only
+    except (ValueError, TypeError) as error:
+        # A class that reads only tokenizer.json, or only tokenizer.model, says so in its own way.
+        if "backend tokenizer" in str(error) or "NoneType" in str(error):
             raise missing from None
         raise
-    if len(getattr(tokenizer, "tokenizer", tokenizer)) < _MIN_VOCAB_SIZE:
+    if len(tokenizer if hasattr(tokenizer, "__len__") else tokenizer.tokenizer) < _MIN_VOCAB_SIZE:
         raise missing
     return tokenizer
 
@@ -91,6 +94,7 @@ def build_byte_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any
     """Build a tokenizer with one token per byte, for models with random weights."""
     builders: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {
         "ByT5Tokenizer": lambda tokenizer_class, _: tokenizer_class(),
+        "ChatGLMTokenizer": _build_sentencepiece_tokenizer,
         "CLIPTokenizer": _build_clip_tokenizer,
         "T5Tokenizer": _build_t5_tokenizer,
         "T5TokenizerFast": _build_t5_tokenizer,
@@ -144,6 +148,33 @@ def _build_t5_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any:
         return tokenizer_class.from_pretrained(folder)
 
 
+def _build_sentencepiece_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any:
+    """Build a tokenizer that reads a model of sentencepiece, with one token per Latin-1 letter."""
+    from sentencepiece import SentencePieceTrainer
+
+    class SelfContainedTokenizer(tokenizer_class):  # type: ignore[misc]
+        """A tokenizer that is saved from memory: the file that it was read from is temporary."""
+
+        def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str]:
+            path = Path(save_directory, "tokenizer.model")
+            path.write_bytes(self.tokenizer.sp_model.serialized_model_proto())
+            return (str(path),)
+
+    copy_class_name(SelfContainedTokenizer, tokenizer_class)
+    letters = "".join(map(chr, [*range(33, 127), *range(161, 256)]))
+    with tempfile.TemporaryDirectory() as folder:
+        SentencePieceTrainer.train(
+            sentence_iterator=iter([letters]),
+            model_prefix=str(Path(folder, "tokenizer")),
+            model_type="char",
+            vocab_size=len(letters) + 4,  # unknown, start, end, and the beginning of a word
+            normalization_rule_name="identity",
+            character_coverage=1.0,
+            minloglevel=2,
+        )
+        return SelfContainedTokenizer(str(Path(folder, "tokenizer.model")), model_max_length=config["model_max_length"])
+
+
 def _build_llama_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any:
     return _build_byte_fallback_tokenizer(tokenizer_class, config, ("<unk>", "<pad>", "</s>", "<s>"))
 
@@ -164,6 +195,7 @@ def _build_byte_fallback_tokenizer(tokenizer_class: Any, config: Mapping[str, An
 def _build_fast_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any:
     tokenizer = _build_chat_tokenizer(Qwen2Tokenizer, config)
     options = {"pad_token": END_TOKEN, "model_max_length": tokenizer.model_max_length}
+    options |= {name: config[name] for name in ("eos_token",) if name in config}
     if config.get("add_bos_token"):
         start = [("<|im_start|>", tokenizer.convert_tokens_to_ids("<|im_start|>"))]
         processor = processors.TemplateProcessing(single="<|im_start|> $A", special_tokens=start)

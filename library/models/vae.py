@@ -23,7 +23,7 @@ def disable_autocast(vae: Any) -> AbstractContextManager[Any]:
 
 
 @torch.no_grad()
-def encode_vae_moments(vae: Any, pixels: Tensor) -> Moments:
+def encode_vae_moments(vae: Any, pixels: Tensor, *, applies_shift: bool = True) -> Moments:
     """Encode pixels in -1..1; the shift and scale of the denoiser's latents are applied."""
     with disable_autocast(vae):
         output = vae.encode(pixels.to(vae.device, vae.dtype))
@@ -31,13 +31,15 @@ def encode_vae_moments(vae: Any, pixels: Tensor) -> Moments:
     if hasattr(output, "latent"):  # a deterministic encoder
         return Moments.from_mean_and_std(output.latent * scale, torch.zeros_like(output.latent))
     latent_dist = output.latent_dist
-    return Moments.from_mean_and_std((latent_dist.mean - _get_shift_factor(vae)) * scale, latent_dist.std * scale)
+    shift = _get_shift_factor(vae) if applies_shift else 0.0
+    return Moments.from_mean_and_std((latent_dist.mean - shift) * scale, latent_dist.std * scale)
 
 
 @torch.no_grad()
-def decode_vae_latents(vae: Any, latents: Tensor) -> Tensor:
+def decode_vae_latents(vae: Any, latents: Tensor, *, applies_shift: bool = True) -> Tensor:
     """Decode latents to pixels in -1..1."""
-    latents = latents.to(vae.device, vae.dtype) / vae.config.scaling_factor + _get_shift_factor(vae)
+    shift = _get_shift_factor(vae) if applies_shift else 0.0
+    latents = latents.to(vae.device, vae.dtype) / vae.config.scaling_factor + shift
     with disable_autocast(vae):
         pixels: Tensor = vae.decode(latents, return_dict=False)[0]
     return pixels

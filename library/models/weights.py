@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from diffusers.models.model_loading_utils import _fetch_remapped_cls_from_config
+from diffusers.models.modeling_utils import LegacyModelMixin
 from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
@@ -20,8 +22,10 @@ _NOISE_LENGTH = 4_194_301
 
 def build_empty_model(model_class: Any, config: Mapping[str, Any]) -> Any:
     """Build a diffusers or transformers model with parameters on the meta device and real buffers."""
+    if issubclass(model_class, LegacyModelMixin):  # PixArt's published folders name the class of which it was a part
+        model_class = _fetch_remapped_cls_from_config(config, model_class)  # type: ignore[no-untyped-call]
     with init_empty_weights(include_buffers=False), no_init_weights():  # initializing on meta takes most of the time
-        if not model_class.__module__.startswith("transformers."):
+        if hasattr(model_class, "from_config"):  # a class of diffusers
             return model_class.from_config(dict(config)).eval()
         model = model_class(model_class.config_class(**config)).eval()
     model.tie_weights()  # init_empty_weights unties them
@@ -73,6 +77,10 @@ def build_random_component(
             parameters[id(parameter)] = nn.Parameter(weight)
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, parameters[id(parameter)])
+    kept = model.state_dict(keep_vars=True)
+    for name, buffer in model.named_buffers():
+        if name in kept and buffer.is_floating_point():  # as if it was read from a file
+            buffer.data = buffer.data.to(device=device, dtype=dtype)
     _reduce_vae_variance(model)
     return model
 

@@ -137,8 +137,8 @@ class DiffusionTask:
 
     def record_losses(self, inputs: StepInputs, losses: Tensor, step: int) -> None:
         """Keep the losses of a micro-batch for logging."""
-        batch, timesteps = inputs.batch, inputs.noised.timesteps
-        stats = MicroBatchStats(timesteps / 1000, losses, batch.loss_weights, batch.sample_keys, batch.global_positions)
+        batch, timesteps = inputs.batch, inputs.noised.timesteps / self.objective.process.num_timesteps
+        stats = MicroBatchStats(timesteps, losses, batch.loss_weights, batch.sample_keys, batch.global_positions)
         self._record_stats(stats, step)
 
     def _draw_timestep_buckets(self, step: int, global_positions: Sequence[int]) -> Sequence[int]:

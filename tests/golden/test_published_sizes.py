@@ -105,6 +105,12 @@ COUNTS = {
     ("cogview4", "transformer"): 6_369_118_272,
     ("cogview4", "vae"): 406_100_643,
     ("cogview4", "text_encoder"): 8_779_194_368,
+    ("pixart_sigma", "transformer"): 610_856_096,
+    ("hidream", "transformer"): 17_105_733_184,
+    ("hidream", "text_encoder_4"): 8_030_261_248,
+    ("kandinsky5_image", "transformer"): 6_022_080_576,
+    ("kolors", "unet"): 2_579_458_820,
+    ("kolors", "text_encoder"): 6_243_584_000,
     ("aura_flow_v0_2", "transformer"): 6_842_876_928,
     ("aura_flow", "text_encoder"): 1_223_550_976,
 }
@@ -255,6 +261,9 @@ TRANSFORMERS = {
     "flux3": original_checkpoints.convert_flux3_transformer,
     "hunyuan_image": original_checkpoints.convert_hunyuan_image_transformer,
     "qwen_image21": original_checkpoints.convert_qwen_image21_transformer,
+    "pixart_sigma": original_checkpoints.convert_pixart_transformer,
+    "hidream": nn.Module.state_dict,
+    "kandinsky5_image": nn.Module.state_dict,
 }
 
 
@@ -264,8 +273,8 @@ def get_family_name(config: str) -> str | None:
     return max(names, key=len, default=None)
 
 
-SAME_SIZES = ("z_image_base", "krea2_turbo")
-"""Configurations that differ from another in their schedulers only, which files do not contain."""
+SAME_SIZES = ("z_image_base", "krea2_turbo", "pixart_sigma_512", "pixart_sigma_2k")
+"""Configurations that differ from another in schedulers or positions only, which files do not contain."""
 
 
 @pytest.mark.parametrize(
@@ -300,7 +309,7 @@ def test_files_of_published_size_are_detected_with_original_and_diffusers_keys(c
     "config",
     (
         "sd3 sd3_5_medium flux flux_schnell chroma flux2_dev flux2_klein_4b z_image aura_flow lumina2 ovis_image "
-        "longcat_image krea2 anima flux3 hunyuan_image qwen_image21"
+        "longcat_image krea2 anima flux3 hunyuan_image qwen_image21 pixart_sigma"
     ).split(),
 )
 def test_original_weights_of_published_size_are_converted_to_those_of_diffusers(config):

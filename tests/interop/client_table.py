@@ -64,6 +64,9 @@ ORIGINAL_WRITERS: Mapping[str, Callable[[Any], Mapping[str, Tensor]]] = {
     "flux3": original_checkpoints.convert_flux3_transformer,
     "hunyuan_image": original_checkpoints.convert_hunyuan_image_transformer,
     "qwen_image21": original_checkpoints.convert_qwen_image21_transformer,
+    "pixart_sigma": original_checkpoints.convert_pixart_transformer,
+    "hidream": nn.Module.state_dict,
+    "kandinsky5_image": nn.Module.state_dict,
 }
 SAME_FILES = {
     "flux_kontext": "flux",

@@ -42,6 +42,9 @@ MODEL_CLASSES = {  # a family that is not here is not in ComfyUI
     "krea2": "Krea2",
     "anima": "Anima",
     "hunyuan_image": "HunyuanImage21",
+    "pixart_sigma": "PixArt",
+    "hidream": "HiDream",
+    "kandinsky5_image": "Kandinsky5Image",
 }
 
 

@@ -52,7 +52,8 @@ TRAINER_RULES: Mapping[str, tuple[bool, str, str]] = {
     "ernie_image": (False, r"^layers\.", ""),
     "hunyuan_image": (True, r"^(double|single)_blocks\.", ""),
     "anima": (True, r"^(net\.)?blocks\.", r"_modulation"),
-    **dict.fromkeys(("longcat_image", "sana"), (False, r"\.to_([qkv]|out\.0)$", "")),
+    **dict.fromkeys(("longcat_image", "sana", "pixart_sigma"), (False, r"\.to_([qkv]|out\.0)$", "")),
+    "kandinsky5_image": (False, r"\.to_(query|key|value)$", ""),
     "aura_flow": (False, r"\.(to_([qkv]|out\.0|add_out)|add_[qkv]_proj)$", ""),
 }
 """What the program that ``lora_targets_of`` names trains by default: layers whose names, those of the original model or

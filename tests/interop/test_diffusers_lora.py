@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import client_cases
+import peft
 import pytest
 import torch
 from adapter_tensors import convert_adapter_to_kohya
@@ -55,7 +56,7 @@ def test_diffusers_predicts_the_same_with_the_file_as_the_model_in_memory(name, 
     "name",
     [
         *("aura_flow", "ovis_image", "longcat_image", "longcat_image_edit", "ernie_image", "lumina2", "krea2", "sana"),
-        *("cogview4", "anima", "flux3", "qwen_image21", "hunyuan_image"),
+        *("cogview4", "anima", "flux3", "qwen_image21", "hunyuan_image", "kolors", "hidream", "kandinsky5_image"),
     ],
 )
 def test_diffusers_loads_every_key_of_the_file_of_a_run(name, tmp_path):
@@ -65,6 +66,18 @@ def test_diffusers_loads_every_key_of_the_file_of_a_run(name, tmp_path):
     loaded = client_cases.load_in_diffusers(case, tmp_path / "lora.safetensors")
     assert client_cases.measure_errors(case, loaded)["denoiser"] < 1e-4
     assert len(file.tensors) == 2 * len(case.adapter.modules)
+
+
+def test_peft_loads_the_file_of_pixart_into_the_transformer_of_diffusers(tmp_path):
+    case = client_cases.build_trained_case("pixart_sigma", "LoRA")
+    file = client_cases.write_file(case, tmp_path / "lora.safetensors")
+    state = {name.removeprefix("transformer."): tensor for name, tensor in file.tensors.items()}
+    pipe = client_cases.load_tiny_pipeline("pixart_sigma")
+    layers = ["to_q", "to_k", "to_v", "to_out.0"]
+    peft.inject_adapter_in_model(peft.LoraConfig(r=4, lora_alpha=4, target_modules=layers), pipe.transformer)
+    loaded = peft.set_peft_model_state_dict(pipe.transformer, state)
+    assert loaded.unexpected_keys == []
+    assert client_cases.measure_errors(case, client_cases.compute_outputs("pixart_sigma", pipe))["denoiser"] < 1e-4
 
 
 VERSIONS = {

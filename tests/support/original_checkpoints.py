@@ -455,6 +455,42 @@ def convert_krea2_transformer(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
+_PIXART = (
+    (r"^pos_embed\.proj", "x_embedder.proj"),
+    (r"^adaln_single\.emb\.timestep_embedder\.linear_1", "t_embedder.mlp.0"),
+    (r"^adaln_single\.emb\.timestep_embedder\.linear_2", "t_embedder.mlp.2"),
+    (r"^adaln_single\.linear", "t_block.1"),
+    (r"^caption_projection\.linear_", "y_embedder.y_proj.fc"),
+    (r"^proj_out", "final_layer.linear"),
+    (r"^scale_shift_table", "final_layer.scale_shift_table"),
+    (r"^transformer_blocks", "blocks"),
+    (r"\.attn1\.to_q", ".attn.qkv"),
+    (r"\.attn2\.to_q", ".cross_attn.q_linear"),
+    (r"\.attn2\.to_k", ".cross_attn.kv_linear"),
+    (r"\.attn1\.to_out\.0", ".attn.proj"),
+    (r"\.attn2\.to_out\.0", ".cross_attn.proj"),
+    (r"\.ff\.net\.0\.proj", ".mlp.fc1"),
+    (r"\.ff\.net\.2", ".mlp.fc2"),
+)
+
+
+def convert_pixart_transformer(model: nn.Module) -> dict[str, Tensor]:
+    """The names of the authors' checkpoint, which has a table of positions and an embedding of no text as well."""
+    state, tensors = model.state_dict(), {}
+    for name, tensor in state.items():
+        parts = [tensor]
+        if ".attn1.to_q." in name:
+            parts += [state[name.replace("to_q", each)] for each in ("to_k", "to_v")]
+        if ".attn2.to_k." in name:
+            parts += [state[name.replace("to_k", "to_v")]]
+        if not re.search(r"attn1\.to_[kv]|attn2\.to_v", name):
+            tensors[_apply_replacements(name, _PIXART)] = torch.cat(parts)
+    tokens, side = 300, model.config.sample_size // model.config.patch_size
+    tensors["y_embedder.y_embedding"] = tensors["x_embedder.proj.bias"].new_zeros(tokens, model.config.caption_channels)
+    tensors["pos_embed"] = tensors["x_embedder.proj.bias"].new_zeros(1, side**2, model.inner_dim)
+    return tensors
+
+
 _AURA_FLOW = (
     (r"^joint_transformer_blocks\.(.*\.attn)\.to_([qkv])\.", r"double_layers.\1.w2\2."),
     (r"^joint_transformer_blocks\.(.*\.attn)\.to_out\.0\.", r"double_layers.\1.w2o."),

@@ -768,6 +768,96 @@ def hunyuan_image() -> TinyCase:
     )
 
 
+def pixart_sigma() -> TinyCase:
+    texts, latents = _draw_tensors((13, 48), (4, HEIGHT // 8, WIDTH // 8))
+    mask, options = torch.tensor([[1] * 13, [1] * 7 + [0] * 6]), {"use_resolution_binning": False}
+    texts_as_given = {"clean_caption": False, **options}
+    return TinyCase(
+        "pixart_sigma",
+        _load("random:pixart_sigma:tiny"),
+        build_batch(latents, {"embeds": [texts[0], texts[1, :7]]}),
+        {"prompt_embeds": texts, "prompt_attention_mask": mask, **options},
+        {},
+        _build_vae_encoder("StableDiffusionXLInpaintPipeline"),
+        "random:pixart_sigma:tiny",
+        texts=texts_as_given,
+        simplify_call=drop_padding,
+        blocks=("Attention",),
+    )
+
+
+def pixart_sigma_velocity() -> TinyCase:
+    tiny = pixart_sigma()
+    tiny.pipe.scheduler = diffusers.DDIMScheduler.from_config(
+        tiny.pipe.scheduler.config, prediction_type="v_prediction"
+    )
+    return tiny
+
+
+def kolors() -> TinyCase:
+    tiny = sdxl()
+    embeds, pooled = _draw_tensors((256, 32), (32,))
+    return replace(
+        tiny,
+        family="kolors",
+        pipe=_load("random:kolors:tiny"),
+        batch=build_batch(tiny.batch.latents, {"embeds": embeds, "pooled": pooled}),
+        call={"prompt_embeds": embeds, "pooled_prompt_embeds": pooled, **tiny.sizes},
+        encode=_build_vae_encoder("StableDiffusionXLInpaintPipeline"),
+        source="random:kolors:tiny",
+    )
+
+
+def kolors_velocity() -> TinyCase:
+    tiny = kolors()
+    tiny.pipe.scheduler = diffusers.DDIMScheduler.from_config(
+        tiny.pipe.scheduler.config, prediction_type="v_prediction"
+    )
+    return tiny
+
+
+def hidream() -> TinyCase:
+    t5, llama, pooled, latents = _draw_tensors((128, 48), (3, 128, 24), (40,), (4, HEIGHT // 8, WIDTH // 8))
+    return TinyCase(
+        "hidream",
+        _load("random:hidream:tiny"),
+        build_batch(latents, {"t5": t5, "llama": llama, "pooled": pooled}),
+        {"prompt_embeds_t5": t5, "prompt_embeds_llama3": llama.transpose(0, 1), "pooled_prompt_embeds": pooled},
+        {},
+        _build_vae_encoder("FluxInpaintPipeline"),
+        "random:hidream:tiny",
+        blocks=("HiDreamAttention",),
+    )
+
+
+def kandinsky5_image() -> TinyCase:
+    embeds, pooled, latents = _draw_tensors((9, 32), (16,), (4, HEIGHT // 8, WIDTH // 8))
+
+    def encode(pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+        parts = zip(pixels.split(1), generators, strict=True)
+        draws = [pipe.vae.encode(pixel).latent_dist.sample(generator) for pixel, generator in parts]
+        return torch.cat(draws) * pipe.vae.config.scaling_factor
+
+    return TinyCase(
+        "kandinsky5_image",
+        _load("random:kandinsky5_image:tiny"),
+        build_batch(latents, {"embeds": list(embeds), "pooled": pooled}),
+        {
+            "prompt_embeds_qwen": embeds,
+            "prompt_embeds_clip": pooled,
+            "prompt_cu_seqlens": torch.tensor([0, 9, 18]),
+        },
+        {},
+        encode,
+        "random:kandinsky5_image:tiny",
+        lambda latents: latents.permute(0, 2, 3, 1).unsqueeze(1),
+        lambda latents: latents.squeeze(1).permute(0, 3, 1, 2),
+        encodes_prompts_alone=True,
+        blocks=("Kandinsky5Attention",),
+        untrained="out_layer",
+    )
+
+
 TINY: dict[str, Callable[[], TinyCase]] = {
     "built_in": built_in,
     "sd1": sd1,
@@ -804,6 +894,12 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "flux3": flux3,
     "hunyuan_image": hunyuan_image,
     "wan": wan,
+    "hidream": hidream,
+    "kandinsky5_image": kandinsky5_image,
+    "kolors": kolors,
+    "kolors_velocity": kolors_velocity,
+    "pixart_sigma": pixart_sigma,
+    "pixart_sigma_velocity": pixart_sigma_velocity,
 }
 
 

@@ -114,11 +114,9 @@ def test_the_snr_is_that_of_diffusers():
     assert FlowMatchingProcess().snr(torch.tensor([250.0, 500.0, 1000.0])).tolist() == pytest.approx([9, 1, 0])
 
 
-@pytest.mark.parametrize("change", [{"prediction_type": "sample"}, {"num_train_timesteps": 50}])
-def test_an_unknown_prediction_type_is_rejected_by_name(change):
-    ((name, value),) = change.items()
-    with pytest.raises(UserError, match=f"{name} '?{value}"):
-        build_process(**change)
+def test_an_unknown_prediction_type_is_rejected_by_name():
+    with pytest.raises(UserError, match="prediction_type 'sample'"):
+        build_process(prediction_type="sample")
 
 
 FLUX_DEV = {

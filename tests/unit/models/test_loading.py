@@ -56,8 +56,8 @@ def test_only_the_requested_components_are_loaded_and_others_can_be_added(each_f
             setattr(pipe, part, None)
         family.load(source, torch.float32, (family.facts.denoiser_name,), pipe=pipe)
         assert list_loaded_components(family, pipe) == {"vae", family.facts.denoiser_name}
-        factor = "vae_scale_factor" if hasattr(full_pipe, "vae_scale_factor") else "vae_scale_factor_spatial"
-        assert getattr(pipe, factor) == getattr(full_pipe, factor)
+        for name in ("vae_scale_factor", "vae_scale_factor_spatial"):
+            assert getattr(pipe, name, None) == getattr(full_pipe, name, None)
         assert dict(pipe.config).keys() == dict(full_pipe.config).keys()
         assert_same_weights(family, pipe, full_pipe)
 
@@ -82,7 +82,7 @@ def test_a_saved_model_loads_with_the_same_weights(each_family, tmp_path):
     assert not any(part.training for part in get_modules(family, pipe).values())
     for name in family.facts.text.tokenizer_repo_ids:
         parts = [getattr(each, name) for each in (pipe, tiny.pipe)]
-        rows = [getattr(part, "tokenizer", part)("a red circle").input_ids for part in parts]
+        rows = [(part if hasattr(part, "vocab_size") else part.tokenizer)("a red circle").input_ids for part in parts]
         assert rows[0] == rows[1]
         if hasattr(parts[1], "image_processor"):
             assert parts[0].image_processor.to_dict() == parts[1].image_processor.to_dict()

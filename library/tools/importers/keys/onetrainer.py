@@ -129,6 +129,18 @@ LAYER_PRESETS: Mapping[str, Mapping[str, tuple[tuple[str, ...], str]]] = {
         "blocks": ((), "the convolutions of the feed-forward layers get no adapter here"),
         "full": ((), "layers outside of the attention get no adapter here"),
     },
+    "pixart_sigma": {
+        "attn-mlp": ((), "the feed-forward layers get no adapter here"),
+        "attn-only": ((), ""),
+        "blocks": ((), "the feed-forward layers get no adapter here"),
+        "full": ((), "layers outside of the attention get no adapter here"),
+    },
+    "hidream": {
+        "attn-mlp": ((), "the feed-forward layers get no adapter here"),
+        "attn-only": ((), ""),
+        "blocks": ((), "the feed-forward and modulation layers get no adapter here"),
+        "full": ((), "layers outside of the attention get no adapter here"),
+    },
     "krea2": {
         "attn-mlp": (("attn", "ff"), ""),
         "attn-only": (("attn",), ""),
