@@ -14,13 +14,14 @@ MAX_COPIES = 1024
 class ConstantCopies:
     """The first constants, by their values and device; none is given up, since a CUDA graph may read it."""
 
-    def __init__(self, max_copies: int = MAX_COPIES):
-        self.max_copies = max_copies
+    def __init__(self, max_copies: int = MAX_COPIES, *, keeps_meta_tensors: bool = False):
+        """``keeps_meta_tensors``: not for estimates, which count the copies of a step like those of every other."""
+        self.max_copies, self.keeps_meta_tensors = max_copies, keeps_meta_tensors
         self._copies: dict[tuple[bytes, torch.Size, torch.dtype, torch.device], Tensor] = {}
 
     def get(self, tensor: Tensor, device: torch.device) -> Tensor:
         """Return a copy on the device, which must not be changed."""
-        if tensor.device.type != "cpu" or device.type == "cpu":
+        if not tensor.is_cpu or device == tensor.device or (device.type == "meta" and not self.keeps_meta_tensors):
             return tensor.to(device, non_blocking=True)
         values = tensor.contiguous().view(torch.uint8).numpy().tobytes()
         key = values, tensor.shape, tensor.dtype, device

@@ -34,7 +34,7 @@ WARMUP_CALLS = 3
 """Calls before the capture, in which libraries choose their kernels and allocate their workspaces."""
 
 
-class StepInputs(Protocol):
+class GraphInputs(Protocol):
     """What the loss of a micro-batch is computed from (``training.task.StepInputs``)."""
 
     @property
@@ -51,7 +51,7 @@ class GraphedTask(Protocol):
     """The training task in two parts: what the host decides, and what a graph has."""
 
     def prepare(self, batch: PixelBatch, step: int, /) -> Any:
-        """Encode and add noise; return ``StepInputs``."""
+        """Encode and add noise; return ``GraphInputs``."""
 
     def compute_losses(self, inputs: Any, denoiser: nn.Module, /) -> Tensor:
         """Compute the loss of each sample, before its weight, with this module instead of the wrapped one."""
@@ -161,31 +161,20 @@ class StepGraphs:
             inputs = task.prepare(batch, step)
         graph = self._find_or_capture(task, inputs)
         if graph is None:
-            return self._run_without_graph(task, batch, inputs, step, num_samples, backward)
+            self.num_eager += 1
+            with record_phase("forward", batch), self._autocast():
+                losses = task.compute_losses(inputs, self._model)
+                loss: Tensor = (losses * inputs.loss_weights).sum() / num_samples
+            task.record_losses(inputs, losses.detach(), step)
+            with record_phase("backward", batch):
+                backward(loss)
+            return loss.detach()
         with record_phase("forward", batch):
             losses, total = graph.run(_list_tensors(inputs), compute_grad_output(graph.total, num_samples, backward))
         task.record_losses(inputs, losses, step)
         return total / num_samples
 
-    def _run_without_graph(
-        self,
-        task: GraphedTask,
-        batch: PixelBatch,
-        inputs: StepInputs,
-        step: int,
-        num_samples: int,
-        backward: Callable[[Tensor], None],
-    ) -> Tensor:
-        self.num_eager += 1
-        with record_phase("forward", batch), self._autocast():
-            losses = task.compute_losses(inputs, self._model)
-            loss = (losses * inputs.loss_weights).sum() / num_samples
-        task.record_losses(inputs, losses.detach(), step)
-        with record_phase("backward", batch):
-            backward(loss)
-        return loss.detach()
-
-    def _find_or_capture(self, task: GraphedTask, inputs: StepInputs) -> StepGraph | None:
+    def _find_or_capture(self, task: GraphedTask, inputs: GraphInputs) -> StepGraph | None:
         self._forget_moved_parameters()
         key = _get_layout(inputs)
         if key not in self._graphs and len(self._graphs) < self.max_graphs:
@@ -203,7 +192,7 @@ class StepGraphs:
             self._graphs.clear()
             self._addresses = addresses
 
-    def _build_graph(self, task: GraphedTask, inputs: StepInputs) -> StepGraph:
+    def _build_graph(self, task: GraphedTask, inputs: GraphInputs) -> StepGraph:
         leaves, spec = tree_flatten(inputs.get_tensors())
         static = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         static_inputs = inputs.replace_tensors(spec.unflatten(static))
@@ -224,7 +213,7 @@ class StepGraphs:
         gradients = GradientBuffers([self._parameters[index] for index in reached])
         (losses, total, _), replay = self._capture(compute)
         tensors = [leaf for leaf in static if isinstance(leaf, Tensor)]
-        return StepGraph(tensors, grad_output, losses, total, gradients, replay)
+        return StepGraph(tensors, grad_output, losses, total, gradients=gradients, replay=replay)
 
 
 def compute_grad_output(like: Tensor, num_samples: int, backward: Callable[[Tensor], None]) -> Tensor:
@@ -235,12 +224,17 @@ def compute_grad_output(like: Tensor, num_samples: int, backward: Callable[[Tens
     return total.grad
 
 
-def _list_tensors(inputs: StepInputs) -> list[Tensor]:
+def _list_tensors(inputs: GraphInputs) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(inputs.get_tensors())[0] if isinstance(leaf, Tensor)]
 
 
-def _get_layout(inputs: StepInputs) -> Hashable:
+def _get_layout(inputs: GraphInputs) -> Hashable:
     """Return a key that is equal for inputs that one graph can have."""
     leaves, spec = tree_flatten(inputs.get_tensors())
     layouts = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     return str(spec), tuple(layouts)
+
+
+def find_graph_obstacle(device: torch.device) -> str:
+    """Say why a device has no graphs; empty if it has."""
+    return "" if device.type == "cuda" else f"needs a CUDA device, and this run has {device.type}"

@@ -11,7 +11,6 @@ The LoRA path stays in the dtype of autocast.  Layers whose input has two dimens
 see one row for each image, and layers with sides that no kernel takes, dequantize their weight.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -114,13 +113,22 @@ def _get_fused(function: Callable[..., Any], states: Tensor) -> Callable[..., An
     """Return the function compiled to one kernel; within a compiled block it is part of the block's graph."""
     if states.device.type == "cpu" or torch.compiler.is_compiling():
         return function
-    return _compile(function)
+    return _FUSED.get(function)
 
 
-@functools.cache
-def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    compiled: Callable[..., Any] = torch.compile(function, dynamic=True)
-    return compiled
+class FusedFunctions:
+    """Functions that are compiled when they are called first."""
+
+    def __init__(self) -> None:
+        self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+    def get(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        if function not in self._compiled:
+            self._compiled[function] = torch.compile(function, dynamic=True)
+        return self._compiled[function]
+
+
+_FUSED = FusedFunctions()
 
 
 def find_matmul_obstacle(quant_type: str, device: torch.device) -> str:

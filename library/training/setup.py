@@ -135,10 +135,8 @@ def build_run(
     task = _build_task(
         config, strategy, family, pipe, model, objective=objective, readers=cache_readers, dropout=dropout, plan=plan
     )
-    if config.distributed.cuda_graphs:
-        autocast, capture = strategy.accelerator.autocast, CudaCapture(strategy.device)
-        strategy.step_graphs = StepGraphs(strategy.unwrap_model(model), autocast, capture)
     task = replace(task, resolution_sides=prepared.list_resolution_sides())
+    _prepare_cuda_graphs(strategy, model)
     loader = _build_loader(strategy, prepared, plan, cache_readers)
     if strategy.comm.is_main:
         _warn_truncated_captions(family, pipe, prepared.list_first_epoch_captions(plan.batch_plan, plan.steps))
@@ -168,6 +166,13 @@ def build_run(
     if callable(getattr(optimizer, "train", None)):  # schedule-free optimizers hold two sets of weights
         optimizer.train()
     return run, adapter
+
+
+def _prepare_cuda_graphs(strategy: Strategy, model: nn.Module) -> None:
+    """Let the strategy capture the micro-batches of the model, if asked for."""
+    if strategy.uses_cuda_graphs:
+        autocast, capture = strategy.accelerator.autocast, CudaCapture(strategy.device)
+        strategy.step_graphs = StepGraphs(strategy.unwrap_model(model), autocast, capture)
 
 
 def _inject_adapters(

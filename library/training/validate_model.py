@@ -19,6 +19,7 @@ from ..models.loading import load_components_on_meta
 from ..models.trained_components import select_trained_text_encoders
 from ..models.validate_options import validate_attention_mode
 from ..optim.optimizers import resolve_optimizer
+from ..parallel.cuda_graphs import find_graph_obstacle
 from ..parallel.frozen_base import find_innermost_blocks
 from ..parallel.parallel_plan import build_block_sequence, build_tensor_parallel_plan
 from ..parallel.quantized_matmul import QUANT_TYPES, find_matmul_obstacle
@@ -188,8 +189,8 @@ def validate_cuda_graphs(
     if not config.distributed.cuda_graphs:
         return
     fix = "remove it"
-    if device is not None and device.type != "cuda":
-        yield Problem("cuda_graphs", f"needs a CUDA device, and this run has {device.type}", fix)
+    if device is not None and (obstacle := find_graph_obstacle(device)):
+        yield Problem("cuda_graphs", obstacle, fix)
     if not is_supported:
         yield Problem("cuda_graphs", "the launcher asks for an engine whose hooks a graph does not have", fix)
     if select_trained_text_encoders(config.adapter, config.optim, family.facts):

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.gpu.correctness import record_losses
 from benchmarks.synthetic_run import build_run, write_dataset
 from library.config import parse_config
+from library.models import constant_copies
 from library.models.constant_copies import ConstantCopies
 from library.models.families import FAMILIES
 from library.parallel.async_copy import CopyStream
@@ -115,7 +116,7 @@ class HostCopyDetector(TorchDispatchMode):
 
 def find_host_copies(model, *options):
     """Run what a graph would capture on the meta device, twice; return the copies of the second time."""
-    folder = Path(tempfile.mkdtemp())
+    folder, constant_copies._CONSTANTS = Path(tempfile.mkdtemp()), ConstantCopies(keeps_meta_tensors=True)
     flags = ["--pretrained_model_name_or_path", model, "--resolution", "64", "--network_dim", "2", *options]
     with build_run(write_dataset(flags, folder, 2), folder) as run:
         model = run.strategy.unwrap_model(run.model).to(META)
@@ -148,7 +149,7 @@ def test_nothing_in_a_graph_of_any_family_comes_from_the_host(model):
 
 
 def test_a_constant_is_copied_once_and_found_by_its_values():
-    copies, first = ConstantCopies(max_copies=2), torch.arange(6.0).view(2, 3)
+    copies, first = ConstantCopies(2, keeps_meta_tensors=True), torch.arange(6.0).view(2, 3)
     copy = copies.get(first, META)
     assert copies.get(first.clone(), META) is copy and copy.is_meta and copy.shape == (2, 3)
     others = [first + 1, first.view(3, 2), first.bfloat16()]

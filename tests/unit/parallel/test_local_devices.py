@@ -28,6 +28,7 @@ def test_ddp_gets_no_device_that_is_the_local_rank(monkeypatch):
         comm=SimpleNamespace(world_size=1),
         straggler_monitor=SimpleNamespace(mark_gradients_ready=None),
         _disable_accelerate_compile=nullcontext,
+        uses_cuda_graphs=False,
     )
 
     DDPStrategy.wrap(strategy, model, torch.optim.SGD(model.parameters()))
