@@ -106,12 +106,12 @@ MUSUBI_OPTIONS: Mapping[str, OptionVerdict] = {
 def is_from_musubi(settings: Collection[RawSetting]) -> bool:
     """Whether the model is named by musubi-tuner's option, or the network module is one that it alone has.
 
-    Files that this program writes have ``objective_defaults``, and their values mean what they mean here.
+    Files that this program writes have the latter and ``objective_defaults``, and are its own.
     """
-    if any(each.name == "objective_defaults" for each in settings):
-        return False
+    names = {each.name for each in settings}
     only_there = (*MUSUBI_MODULES, *(MISSING_MODELS.keys() - NETWORK_MODULES.keys()))
-    return any(each.name == "dit" for each in settings) or _find_text(settings, "network_module") in only_there
+    has_module = _find_text(settings, "network_module") in only_there
+    return "dit" in names or (has_module and "objective_defaults" not in names)
 
 
 def find_missing_model(settings: Collection[RawSetting]) -> Problem | None:
@@ -140,11 +140,16 @@ def find_unset_model(settings: Collection[RawSetting], values: Mapping[str, Any]
 
 
 def list_musubi_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults of musubi-tuner for the options that are not in ``values`` and have another default here."""
+    """Return the defaults of musubi-tuner for the options that are not in ``values`` and have another default here.
+
+    Where ``objective_defaults`` is given, it chooses those of noise and timesteps, whose values mean what they mean here.
+    """
     taken = {
         option.name: option.musubi_default
         for option in iter_options(RunConfig)
-        if option.musubi_default is not None and option.name not in values
+        if option.musubi_default is not None
+        and option.name not in values
+        and not (option.group == "noise" and "objective_defaults" in values)
     }
     adapter = AdapterConfig(**{name: values[name] for name in ("network_module", "network_args") if name in values})
     if validate_save_format([get_adapter_type(adapter)], taken.get("save_format", "auto")):
