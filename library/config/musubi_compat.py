@@ -142,7 +142,7 @@ def find_unset_model(settings: Collection[RawSetting], values: Mapping[str, Any]
 def list_musubi_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the defaults of musubi-tuner for the options that are not in ``values`` and have another default here.
 
-    Where ``objective_defaults`` is given, it chooses those of noise and timesteps, whose values mean what they mean here.
+    Where ``objective_defaults`` is given, it chooses those of noise and timesteps.
     """
     taken = {
         option.name: option.musubi_default
