@@ -10,6 +10,7 @@ from typing import Any
 
 from ..problems import Place, Problem
 from .kohya_compat import (
+    FULL_TRAINING,
     KOHYA_OPTIONS,
     NoEffectOption,
     OptionVerdict,
@@ -93,6 +94,8 @@ MUSUBI_OPTIONS: Mapping[str, OptionVerdict] = {
     "metadata_reso": NoEffectOption("modelspec.resolution is that of the dataset", is_explained=True),
     "metadata_arch": NoEffectOption("modelspec.architecture is that of the model", is_explained=True),
     # not supported
+    "fused_backward_pass": FULL_TRAINING,  # of zimage_train.py and qwen_image_train.py
+    "block_swap_optimizer_patch_params": FULL_TRAINING,
     "sage_attn": UnsupportedOption("SageAttention has no backward pass; use --attn_mode flash"),
     "show_timesteps": UnsupportedOption("use python -m library plan, which trains nothing"),
     "num_layers": UnsupportedOption("not supported: the model has the blocks of its files", (60,)),

@@ -212,6 +212,13 @@ def test_a_file_of_musubi_tuner_without_a_model_never_trains_the_demo_model(text
     assert any("dit: names no model" in line for line in problems)
 
 
+@pytest.mark.parametrize("option", ["fused_backward_pass", "mem_eff_save", "block_swap_optimizer_patch_params"])
+def test_a_command_for_full_fine_tuning_trains_no_adapter_in_its_place(option):
+    problems = format_lines(parse_config([*DATA, "--dit", "random:z_image:tiny", f"--{option}"]).problems)
+    reason = "for full fine-tuning or textual inversion; only LoRA adapters are trained here"
+    assert problems == [f"--{option}: {reason}"]
+
+
 @pytest.mark.parametrize("mean", [(), ("--timestep_sampling", "sigma", "--discrete_flow_shift", "3")])
 def test_a_command_that_chooses_the_defaults_of_the_objective_stays_one_of_musubi_tuner(mean):
     own = load(*QWEN, *mean, "--weighting_scheme", "logit_normal", "--logit_mean", "0.5", "--objective_defaults", "own")
