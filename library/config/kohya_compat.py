@@ -115,7 +115,9 @@ def _define_planned(feature: str, *accepted_values: Any) -> NotYetSupported:
 
 
 _USE_DATASET_TOML = "use a dataset TOML (--dataset_config)"
-_FULL_TRAINING = OtherScriptOption("for full fine-tuning or textual inversion; only LoRA adapters are trained here")
+FULL_TRAINING = OtherScriptOption("for full fine-tuning or textual inversion; only LoRA adapters are trained here")
+"""Options of other scripts of sd-scripts and musubi-tuner than those for LoRA."""
+
 _BROKEN_IN_KOHYA = NoEffectOption("no effect in sd-scripts either")
 
 _TEXT_RATE = OtherScriptOption("for full fine-tuning; the rate of a LoRA of text encoders is text_encoder_lr")
@@ -207,7 +209,7 @@ KOHYA_OPTIONS: dict[str, OptionVerdict] = {
     # model families
     "controlnet_model_name_or_path": NoEffectOption("for ControlNets only; sd-scripts does not read it for a LoRA"),
     **dict.fromkeys(("save_clip", "save_t5xxl", "t5xxl_device", "t5xxl_dtype"), _BROKEN_IN_KOHYA),
-    **dict.fromkeys(_FULL_TRAINING_OPTIONS, _FULL_TRAINING),
+    **dict.fromkeys(_FULL_TRAINING_OPTIONS, FULL_TRAINING),
     **dict.fromkeys([f"learning_rate_te{number}" for number in ("", 1, 2, 3)], _TEXT_RATE),
     "train_t5xxl": OtherScriptOption("for full fine-tuning; a LoRA of T5 needs train_t5xxl=True in network_args"),
     # options of this program that were removed

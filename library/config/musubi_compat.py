@@ -10,6 +10,7 @@ from typing import Any
 
 from ..problems import Place, Problem
 from .kohya_compat import (
+    FULL_TRAINING,
     KOHYA_OPTIONS,
     NoEffectOption,
     OptionVerdict,
@@ -93,6 +94,8 @@ MUSUBI_OPTIONS: Mapping[str, OptionVerdict] = {
     "metadata_reso": NoEffectOption("modelspec.resolution is that of the dataset", is_explained=True),
     "metadata_arch": NoEffectOption("modelspec.architecture is that of the model", is_explained=True),
     # not supported
+    "fused_backward_pass": FULL_TRAINING,  # of zimage_train.py and qwen_image_train.py
+    "block_swap_optimizer_patch_params": FULL_TRAINING,
     "sage_attn": UnsupportedOption("SageAttention has no backward pass; use --attn_mode flash"),
     "show_timesteps": UnsupportedOption("use python -m library plan, which trains nothing"),
     "num_layers": UnsupportedOption("not supported: the model has the blocks of its files", (60,)),
@@ -106,12 +109,12 @@ MUSUBI_OPTIONS: Mapping[str, OptionVerdict] = {
 def is_from_musubi(settings: Collection[RawSetting]) -> bool:
     """Whether the model is named by musubi-tuner's option, or the network module is one that it alone has.
 
-    Files that this program writes have ``objective_defaults``, and their values mean what they mean here.
+    Files that this program writes have the latter and ``objective_defaults``, and are its own.
     """
-    if any(each.name == "objective_defaults" for each in settings):
-        return False
+    names = {each.name for each in settings}
     only_there = (*MUSUBI_MODULES, *(MISSING_MODELS.keys() - NETWORK_MODULES.keys()))
-    return any(each.name == "dit" for each in settings) or _find_text(settings, "network_module") in only_there
+    has_module = _find_text(settings, "network_module") in only_there
+    return "dit" in names or (has_module and "objective_defaults" not in names)
 
 
 def find_missing_model(settings: Collection[RawSetting]) -> Problem | None:
@@ -140,11 +143,16 @@ def find_unset_model(settings: Collection[RawSetting], values: Mapping[str, Any]
 
 
 def list_musubi_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults of musubi-tuner for the options that are not in ``values`` and have another default here."""
+    """Return the defaults of musubi-tuner for the options that are not in ``values`` and have another default here.
+
+    Where ``objective_defaults`` is given, it chooses those of noise and timesteps.
+    """
     taken = {
         option.name: option.musubi_default
         for option in iter_options(RunConfig)
-        if option.musubi_default is not None and option.name not in values
+        if option.musubi_default is not None
+        and option.name not in values
+        and not (option.group == "noise" and "objective_defaults" in values)
     }
     adapter = AdapterConfig(**{name: values[name] for name in ("network_module", "network_args") if name in values})
     if validate_save_format([get_adapter_type(adapter)], taken.get("save_format", "auto")):

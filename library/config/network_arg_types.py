@@ -24,6 +24,7 @@ UNSUPPORTED_ARGS = {
     "split_qkv": "not supported: q, k and v share one down matrix (it crashes in sd-scripts)",
     "ggpo_sigma": "not supported: peft has no layer that perturbs its weights (GGPO); leave it out",
     "ggpo_beta": "not supported: peft has no layer that perturbs its weights (GGPO); leave it out",
+    "embedder_dims": "not supported: the embedders of Lumina get no adapter; leave it out",
     "train_llm_adapter": "not supported: Anima's adapter is part of the encoding of captions",
     "enable_conv": "not supported: OFT is for linear layers",
     "disable_conv_cp": "LyCORIS reads it as use_tucker; write use_tucker instead",

@@ -185,6 +185,7 @@ class NetworkArgs:
     train_on_input: bool = _define_lycoris_switch(())
     block_size: bool = _define_lycoris_switch(())
     unit: bool = _define_lycoris_switch(())
+    verbose: bool = _define_arg(types.parse_switch, False)
     enable_all_linear: bool = _define_arg(types.parse_bool, False, adapter_types=("oft",))
     dropout: float | None = _define_arg(types.parse_dropout_rate)
     block_dims: tuple[int, ...] | None = _define_unet_arg(types.parse_ranks)
@@ -225,6 +226,10 @@ class NetworkArgs:
     x_mlp_dim: int | None = _define_special_arg(types.parse_rank)
     x_mod_dim: int | None = _define_special_arg(types.parse_rank)
     emb_dims: tuple[int, ...] | None = _define_special_arg(types.make_list_parser(types.parse_rank, 6))
+    attn_dim: int | None = _define_special_arg(types.parse_rank)
+    mlp_dim: int | None = _define_special_arg(types.parse_rank)
+    mod_dim: int | None = _define_special_arg(types.parse_rank)
+    refiner_dim: int | None = _define_special_arg(types.parse_rank)
 
     @property
     def uses_tucker(self) -> bool:

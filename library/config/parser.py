@@ -48,6 +48,7 @@ from .musubi_compat import (
 )
 from .options import ExplicitOptions, Option, build_config, iter_options
 from .schema import RunConfig
+from .schema_objective import NoiseConfig
 from .toml_positions import is_table, read_run_toml
 from .unused_options import (
     find_unused_args,
@@ -463,9 +464,9 @@ def _resolve_run_config(parsed: ParsedConfig) -> ParsedConfig:
 
 def _resolve_musubi_run(parsed: ParsedConfig) -> ParsedConfig:
     """Give options the meaning that they have in musubi-tuner, where that is another one."""
-    noise = parsed.config.noise
     if "timestep_sampling" in parsed.invalid_options:
         return parsed
+    noise = NoiseConfig() if "objective_defaults" in parsed.locations else parsed.config.noise
     parsed = parsed.without_unused(find_yielding_options(parsed.config.train, noise, parsed.explicit))
     values, notes = resolve_noise_options(noise)
     places = {name: parsed.locations[name] for name in notes if name in parsed.locations}

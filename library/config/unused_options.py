@@ -213,6 +213,9 @@ def find_unused_args(adapter: AdapterConfig, optim: OptimConfig) -> dict[str, st
         if not preset.has_convolutions:
             unused |= dict.fromkeys(("conv_dim", "conv_alpha"), _NO_CONVOLUTIONS)
     unused["unit"] = "only for networks.dylora"
+    unused["verbose"] = "the log counts the layers with an adapter"
+    if adapter.network_module == "networks.lora_lumina":
+        unused["mlp_dim"] = "sd-scripts looks for mlp in names, which Lumina's feed_forward layers do not have"
     if is_self_tuning_adafactor(optim):
         rates = [item.name for item in dataclasses.fields(NetworkArgs) if item.metadata.get("sets_rate")]
         unused |= dict.fromkeys(rates, "Adafactor with relative_step sets its own")

@@ -284,9 +284,9 @@ def validate_latent_caching(datasets: Iterable[DatasetConfig], cache: CacheConfi
     if not cache.caches_latents:
         return
     option = "cache_latents_to_disk" if cache.cache_latents_to_disk else "cache_latents"
-    for subset in _iter_subsets(datasets):
+    for subset, is_in_buckets in ((each, dataset.enable_bucket) for dataset in datasets for each in dataset.subsets):
         for key, change in _RANDOM_AUGMENTATIONS.items():
-            if getattr(subset, key):
+            if getattr(subset, key) and not (key == "face_crop_aug_range" and is_in_buckets):
                 text = f"cannot be used with {option}, because images are {change} at random each time"
                 yield subset.report(key, text, "remove one of the two", others=(option,))
         if CONTROLS_FROM_IMAGE.get(subset.control_from_image or ""):

@@ -10,7 +10,7 @@ restored state.
 
 import logging
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,8 @@ class SettingChange:
         if self.name == "noise_levels":
             texts = [value or "those of its pipeline" for value in (self.old, self.new)]
             return f"{COMPARED_METADATA[self.name]}: {' -> '.join(texts)}"
-        return f"{COMPARED_METADATA.get(self.name, self.name)}: {_format_value(self.old)} -> {_format_value(self.new)}"
+        name, values = COMPARED_METADATA.get(self.name, self.name), map(_format_value, (self.old, self.new))
+        return f"{name}: {' -> '.join(values)}{self.detail}"
 
 
 def serialize_settings(config: RunConfig) -> dict[str, Any]:
@@ -111,6 +112,23 @@ def find_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterat
         if old != new and option.group != "state":
             is_compared = option.changes_result and not option.is_compared_by_content
             yield SettingChange(name, old, new, changes_result=is_compared)
+
+
+def judge_first_step(
+    changes: Iterable[SettingChange], *, checkpoint_step: int, first_step: int
+) -> Iterator[SettingChange]:
+    """Accept another ``initial_step`` or ``initial_epoch`` if it is left out, or names the step of the checkpoint.
+
+    A run goes on after the step of its checkpoint, which users of sd-scripts name beside ``--resume``.
+    """
+    for change in changes:
+        if change.name in ("initial_step", "initial_epoch"):
+            if first_step in (0, checkpoint_step):
+                change = replace(change, changes_result=False)
+            else:
+                text = f", which leaves out {first_step} steps; the checkpoint is of step {checkpoint_step}"
+                change = replace(change, detail=text)
+        yield change
 
 
 def _format_value(value: Any) -> str:
@@ -156,7 +174,15 @@ class Resume:
         if (checkpoint := self.checkpoint) is None:
             return
         self.metadata["started_at"] = checkpoint.metadata["started_at"]
-        self.comm.run_on_main(lambda: _check_changes(checkpoint, self.metadata, prepared, config.state.force_resume))
+        self.comm.run_on_main(
+            lambda: _check_changes(
+                checkpoint,
+                self.metadata,
+                prepared,
+                first_step=plan.first_step,
+                force_resume=config.state.force_resume,
+            )
+        )
         saved_split = checkpoint.metadata.get("split", self.metadata["split"])
         has_remainders = any(stage.batch_plan.has_remainders for stage in get_planned_stages(batches))
         if saved_split[1] != batches.accumulation_steps and has_remainders:
@@ -265,13 +291,19 @@ def _list_checkpoint_names(output_dir: Path, name: str) -> list[str]:
 
 
 def _check_changes(
-    checkpoint: CheckpointInfo, current: Mapping[str, Any], prepared: PreparedData, force_resume: bool
+    checkpoint: CheckpointInfo,
+    current: Mapping[str, Any],
+    prepared: PreparedData,
+    *,
+    first_step: int,
+    force_resume: bool,
 ) -> None:
     """Warn of every changed setting; raise if one changes the result, unless ``--force_resume`` is given."""
     saved_data = checkpoint.metadata["data"]
     if saved_data != current["data"] and saved_data == prepared.manifest.compute_former_fingerprint():
         current = {**current, "data": saved_data}
-    changes = list(find_changes(checkpoint.metadata, current))
+    found = find_changes(checkpoint.metadata, current)
+    changes = list(judge_first_step(found, checkpoint_step=checkpoint.step, first_step=first_step))
     if digests := checkpoint.metadata.get("sample_digests"):
         detail = f" ({prepared.manifest.describe_difference(digests)})"
         changes = [replace(change, detail=detail) if change.name == "data" else change for change in changes]

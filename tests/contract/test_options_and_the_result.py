@@ -11,7 +11,13 @@ from library.distributed.config_agreement import collect_agreed_settings
 from library.errors import ConfigError
 from library.trackers import collect_shareable_settings
 from library.training.preflight import check_setting_changes
-from library.training.resume import COMPARED_METADATA, find_changes, serialize_settings
+from library.training.resume import (
+    COMPARED_METADATA,
+    SettingChange,
+    find_changes,
+    judge_first_step,
+    serialize_settings,
+)
 
 
 def build_metadata(**values) -> dict:
@@ -48,6 +54,19 @@ def test_what_is_compared_by_content_is_refused_where_the_content_differs(key):
     changes = [change for change in find_changes(build_metadata(), {**build_metadata(), key: "other"})]
     with pytest.raises(ConfigError, match="add --force_resume"):
         check_setting_changes([change for change in changes if change.changes_result], force_resume=False)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "first_step", "is_accepted"),
+    [(None, 8, 8, True), (None, 9, 9, False), (4, None, 0, True), (4, 8, 8, True), (4, 6, 6, False)],
+)
+def test_a_run_that_resumes_may_name_the_step_of_its_checkpoint_or_none(old, new, first_step, is_accepted):
+    values = (("initial_step", old, new), ("learning_rate", 1e-4, 1e-3))
+    changes = [SettingChange(name, before, after, changes_result=True) for name, before, after in values]
+    start, rate = judge_first_step(changes, checkpoint_step=8, first_step=first_step)
+    assert start.changes_result is not is_accepted and rate.changes_result
+    reason = f", which leaves out {first_step} steps; the checkpoint is of step 8"
+    assert str(start).endswith(reason) is not is_accepted
 
 
 @pytest.mark.parametrize("name", OPTIONS)

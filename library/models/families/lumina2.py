@@ -161,7 +161,15 @@ FACTS = FamilyFacts(
         components={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"},
         extra=("system_prompt", "gemma2_max_token_length"),
         validate=_validate_lumina2,
-        network=NetworkFacts(modules=("networks.lora_lumina",)),
+        network=NetworkFacts(
+            modules=("networks.lora_lumina",),
+            args=("mlp_dim",),
+            layer_type_ranks=(
+                ("attn_dim", "_attention_"),
+                ("mod_dim", "_modulation_"),
+                ("refiner_dim", "_(noise|context)_refiner_"),
+            ),
+        ),
         kohya_objective=replace(
             KOHYA_FLOW_OBJECTIVE,
             defaults={"timestep_sampling": "shift", "discrete_flow_shift": 6.0, "system_prompt": ""},

@@ -212,6 +212,26 @@ def test_a_file_of_musubi_tuner_without_a_model_never_trains_the_demo_model(text
     assert any("dit: names no model" in line for line in problems)
 
 
+@pytest.mark.parametrize("option", ["fused_backward_pass", "mem_eff_save", "block_swap_optimizer_patch_params"])
+def test_a_command_for_full_fine_tuning_trains_no_adapter_in_its_place(option):
+    problems = format_lines(parse_config([*DATA, "--dit", "random:z_image:tiny", f"--{option}"]).problems)
+    reason = "for full fine-tuning or textual inversion; only LoRA adapters are trained here"
+    assert problems == [f"--{option}: {reason}"]
+
+
+@pytest.mark.parametrize("mean", [(), ("--timestep_sampling", "sigma", "--discrete_flow_shift", "3")])
+def test_a_command_that_chooses_the_defaults_of_the_objective_stays_one_of_musubi_tuner(mean):
+    own = load(*QWEN, *mean, "--weighting_scheme", "logit_normal", "--logit_mean", "0.5", "--objective_defaults", "own")
+    assert format_lines(own.problems) == []
+    assert own.program == "musubi-tuner" and own.config.optim.learning_rate == 2e-6
+    noise = own.config.noise
+    assert noise.logit_mean == 0.5 and noise.discrete_flow_shift == (3 if mean else None)
+    assert noise.timestep_sampling == ("sigma" if mean else None)
+    kohya = load(*QWEN, "--objective_defaults", "kohya")
+    (problem, *_) = [line for line in format_lines(find_settings_problems(kohya)) if "objective" in line]
+    assert problem == "--objective_defaults: sd-scripts has no training script for Qwen-Image; use own"
+
+
 def test_a_file_of_the_gui_has_the_keys_of_commands(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(

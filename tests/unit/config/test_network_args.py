@@ -63,6 +63,7 @@ def sites():
         "sdxl": ["conv_dim=1"],
         "flux": ["in_dims=0,0,0,0,0"],
         "sd3": ["emb_dims=0,0,0,0,0,0"],
+        "lumina2": [],
     }
     return {
         name: injection.select_target_layers(
@@ -228,6 +229,29 @@ def test_layer_type_and_block_ranks_of_flux(sites):
     assert "lora_unet_time_in_in_layer" not in actual
     singles = get_ranks_by_original_name(sites, "flux", "train_blocks=single", network_train_unet_only=True)
     assert {module.split("_")[2] for module in singles if "unet" in module} == {"single"}
+
+
+def test_layer_type_ranks_of_lumina(sites):
+    words = "attn_dim=3 mod_dim=5 refiner_dim=7".split()
+    actual = get_ranks_by_original_name(sites, "lumina2", *words, network_train_unet_only=True)
+    ranks = {name.removeprefix("lora_unet_"): rank for name, (rank, _) in actual.items()}
+    assert ranks["layers_0_attention_qkv"] == ranks["noise_refiner_0_attention_out"] == 3
+    assert ranks["layers_1_adaLN_modulation_1"] == ranks["final_layer_adaLN_modulation_1"] == 5
+    assert ranks["noise_refiner_1_adaLN_modulation_1"] == 5, "sd-scripts takes the first of the arguments that match"
+    assert ranks["context_refiner_0_feed_forward_w1"] == 7
+    assert ranks["layers_0_feed_forward_w1"] == ranks["final_layer_linear"] == 16
+    assert "adaLN" not in " ".join(get_ranks_by_original_name(sites, "lumina2", "mod_dim=0"))
+
+
+def test_arguments_of_sd_scripts_that_change_no_layer_are_named():
+    words = ["verbose=True", "mlp_dim=4", "attn_dim=2"]
+    model = ["--pretrained_model_name_or_path", "random:lumina2:tiny", "--network_module", "networks.lora_lumina"]
+    loaded = load_settings([*DATA, *model, "--network_args", *words])
+    assert format_lines(loaded.problems) == [] and loaded.config.adapter.network_args == ("attn_dim=2",)
+    unused = dict(format_unused(loaded.unused))
+    assert [name.rpartition(" ")[2] for name in unused] == ["verbose", "mlp_dim"]
+    (problem,) = parse_network_args(["embedder_dims=[4,4,4]"])[1]
+    assert problem.text == "embedder_dims: not supported: the embedders of Lumina get no adapter; leave it out"
 
 
 def test_layer_type_and_block_ranks_of_sd3(sites):
