@@ -60,8 +60,11 @@ class GraphedTask(Protocol):
         """Keep the losses for logging."""
 
 
-Capture = Callable[[Callable[[], T]], tuple[T, Callable[[], None]]]
-"""Captures a function of static tensors; returns its outputs, which are static, too, and what replays it."""
+Capture = Callable[[Callable[[], T], Callable[[], T]], tuple[T, Callable[[], None]]]
+"""Captures the first function, which it does not run, after it has run the second one, which has the same kernels.
+
+Returns the outputs, which every replay writes to the same memory, and the function that replays.
+"""
 
 
 class CudaCapture:
@@ -72,13 +75,13 @@ class CudaCapture:
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool: Any = torch.cuda.graph_pool_handle()
 
-    def __call__(self, function: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+    def __call__(self, function: Callable[[], T], warm_up: Callable[[], T]) -> tuple[T, Callable[[], None]]:
         # Nodes that autograd made for parameters on another stream would join that stream to the capture.
         gc.collect()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for _ in range(WARMUP_CALLS):
-                function()
+                warm_up()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # Threads of the loader may allocate pinned memory meanwhile, which the mode "global" forbids.
@@ -89,16 +92,22 @@ class CudaCapture:
 
 
 class GradientBuffers:
-    """Gradients of the trained parameters that stay where they are, for a graph to add to."""
+    """Gradients that stay where they are, for all graphs to add to."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]):
-        self._parameters = parameters
-        self.buffers = [torch.zeros_like(parameter, requires_grad=False) for parameter in parameters]
+    def __init__(self) -> None:
+        self._buffers: dict[nn.Parameter, Tensor] = {}
 
-    def attach(self) -> None:
-        """Let every parameter have its buffer as gradient, with the gradient that it has, or zeros."""
+    def get(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """Return the buffers of parameters; new ones are not attached yet."""
+        for parameter in parameters:
+            if parameter not in self._buffers:
+                self._buffers[parameter] = torch.zeros_like(parameter, requires_grad=False)
+        return [self._buffers[parameter] for parameter in parameters]
+
+    def attach(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Let each of these parameters have its buffer as gradient, with the gradient that it has, or zeros."""
         empty = []
-        for parameter, buffer in zip(self._parameters, self.buffers, strict=True):
+        for parameter, buffer in zip(parameters, self.get(parameters), strict=True):
             if parameter.grad is buffer:
                 continue
             if parameter.grad is None:
@@ -119,13 +128,13 @@ class StepGraph:
     """The gradient of the sum of the weighted losses."""
     losses: Tensor
     total: Tensor
-    gradients: GradientBuffers
+    parameters: Sequence[nn.Parameter]
+    """The parameters that get a gradient."""
     replay: Callable[[], None]
 
     def run(self, inputs: Sequence[Tensor], grad_output: Tensor) -> tuple[Tensor, Tensor]:
-        """Add to the gradients; return the losses of samples and the sum of the weighted ones."""
+        """Add to the buffers of gradients; return the losses of samples and the sum of the weighted ones."""
         torch._foreach_copy_([*self.inputs, self.grad_output], [*inputs, grad_output])
-        self.gradients.attach()
         self.replay()
         return self.losses.clone(), self.total.clone()
 
@@ -137,7 +146,7 @@ class StepGraphs:
         self,
         model: nn.Module,
         autocast: Callable[[], AbstractContextManager[Any]],
-        capture: Capture[tuple[Tensor, Tensor, list[int]]],
+        capture: Capture[tuple[Tensor, Tensor]],
         max_graphs: int = MAX_GRAPHS,
     ):
         """``model``: the trained modules without wrappers; ``autocast`` is accelerate's."""
@@ -145,6 +154,7 @@ class StepGraphs:
         self.count = self.num_eager = 0
         """Graphs, and micro-batches that ran without one."""
         self._graphs: dict[Hashable, StepGraph] = {}
+        self._gradients = GradientBuffers()
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._addresses: list[int] = []
 
@@ -159,7 +169,8 @@ class StepGraphs:
         """Compute the gradients of a micro-batch; return its part of the loss."""
         with record_phase("forward", batch), self._autocast():
             inputs = task.prepare(batch, step)
-        graph = self._find_or_capture(task, inputs)
+        with record_phase("forward", batch):
+            graph = self._find_or_capture(task, inputs)
         if graph is None:
             self.num_eager += 1
             with record_phase("forward", batch), self._autocast():
@@ -170,6 +181,7 @@ class StepGraphs:
                 backward(loss)
             return loss.detach()
         with record_phase("forward", batch):
+            self._gradients.attach(graph.parameters)
             losses, total = graph.run(_list_tensors(inputs), compute_grad_output(graph.total, num_samples, backward))
         task.record_losses(inputs, losses, step)
         return total / num_samples
@@ -197,23 +209,27 @@ class StepGraphs:
         static = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         static_inputs = inputs.replace_tensors(spec.unflatten(static))
         grad_output = torch.ones((), device=inputs.loss_weights.device)
-        gradients: GradientBuffers | None = None
 
-        def compute() -> tuple[Tensor, Tensor, list[int]]:
+        def compute(parameters: Sequence[nn.Parameter]) -> tuple[Tensor, Tensor, Any]:
             with self._autocast():
                 losses = task.compute_losses(static_inputs, self._model)
                 total = (losses * static_inputs.loss_weights).sum()
-            grads = torch.autograd.grad(total, self._parameters, grad_output, allow_unused=True)
-            reached = [index for index, grad in enumerate(grads) if grad is not None]
-            if gradients is not None:
-                torch._foreach_add_(gradients.buffers, [grads[index] for index in reached])
-            return losses.detach(), total.detach(), reached
+            grads = torch.autograd.grad(total, parameters, grad_output, allow_unused=True)
+            return losses.detach(), total.detach(), grads
 
-        _, _, reached = compute()
-        gradients = GradientBuffers([self._parameters[index] for index in reached])
-        (losses, total, _), replay = self._capture(compute)
+        grads = compute(self._parameters)[-1]
+        reached = [parameter for parameter, grad in zip(self._parameters, grads, strict=True) if grad is not None]
+        del grads
+        buffers = self._gradients.get(reached)
+
+        def compute_and_add() -> tuple[Tensor, Tensor]:
+            losses, total, grads = compute(reached)
+            torch._foreach_add_(buffers, grads)
+            return losses, total
+
+        (losses, total), replay = self._capture(compute_and_add, lambda: compute(reached)[:2])
         tensors = [leaf for leaf in static if isinstance(leaf, Tensor)]
-        return StepGraph(tensors, grad_output, losses, total, gradients=gradients, replay=replay)
+        return StepGraph(tensors, grad_output, losses, total, parameters=reached, replay=replay)
 
 
 def compute_grad_output(like: Tensor, num_samples: int, backward: Callable[[Tensor], None]) -> Tensor:

@@ -4,13 +4,15 @@ On a CPU a graph is replayed by calling its function; what a capture would refus
 """
 
 import tempfile
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from problem_lines import format_lines
 from rank_processes import run_on_ranks
-from replayed_graphs import build_run_with_graphs
+from replayed_graphs import CallingCapture, build_run_with_graphs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu.correctness import record_losses
@@ -20,7 +22,7 @@ from library.models import constant_copies
 from library.models.constant_copies import ConstantCopies
 from library.models.families import FAMILIES
 from library.parallel.async_copy import CopyStream
-from library.parallel.cuda_graphs import GradientBuffers
+from library.parallel.cuda_graphs import GradientBuffers, StepGraphs
 from library.training.validate_model import validate_cuda_graphs
 
 SIZES = [(64, 64), (96, 64)]
@@ -56,11 +58,11 @@ def compare_with_graphs(model, options, max_graphs, expected_counts, world_size=
 ACCUMULATED = ("--gradient_accumulation_steps", "2", "--min_snr_gamma", "5")
 
 
+@pytest.mark.quick
 def test_a_step_of_replays_is_equal_to_the_bit():
     compare_with_graphs("random:sdxl:tiny", ACCUMULATED, 8, (2, 8, 0))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "options", "max_graphs", "counts"),
     [
@@ -75,7 +77,6 @@ def test_dropout_half_precision_checkpointing_and_sizes_beyond_the_limit_are_equ
     compare_with_graphs(model, options, max_graphs, counts)
 
 
-@pytest.mark.slow
 def test_two_processes_all_reduce_the_gradients_of_their_graphs():
     options = ("--optimizer_type", "SGD", *ACCUMULATED)
     plain, graphed = (run_on_ranks(2, train, "random:sd1:tiny", options, graphs) for graphs in (0, 8))
@@ -86,16 +87,69 @@ def test_two_processes_all_reduce_the_gradients_of_their_graphs():
     assert all((first == second).all() for first, second in zip(graphed[0][1], graphed[1][1], strict=True))
 
 
+@pytest.mark.quick
 def test_gradients_that_are_there_are_added_to():
     parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
-    buffers = GradientBuffers(parameters)
-    for buffer in buffers.buffers:
+    gradients = GradientBuffers()
+    buffers = gradients.get(parameters)
+    for buffer in buffers:
         buffer.fill_(7)  # of the step before
     parameters[1].grad = torch.full((2,), 3.0)
-    parameters[2].grad = buffers.buffers[2]
-    buffers.attach()
+    parameters[2].grad = buffers[2]
+    gradients.attach(parameters)
     assert [parameter.grad.tolist() for parameter in parameters] == [[0, 0], [3, 3], [7, 7]]
-    assert all(parameter.grad is buffer for parameter, buffer in zip(parameters, buffers.buffers, strict=True))
+    assert all(parameter.grad is buffer for parameter, buffer in zip(parameters, buffers, strict=True))
+    assert all(map(torch.Tensor.is_set_to, gradients.get(parameters[1:]), buffers[1:])), "all graphs share them"
+
+
+class LinearTask:
+    """The loss of a linear layer, with inputs of any length and one parameter that gets no gradient."""
+
+    def __init__(self):
+        self.recorded = []
+
+    def prepare(self, batch, step):
+        return LinearInputs(batch, torch.linspace(0.5, 1, len(batch)))
+
+    def compute_losses(self, inputs, model):
+        return model[0](inputs.states).square().mean(1)
+
+    def record_losses(self, inputs, losses, step):
+        self.recorded.append(losses)
+
+
+@dataclass
+class LinearInputs:
+    states: torch.Tensor
+    loss_weights: torch.Tensor
+
+    def get_tensors(self):
+        return {"states": self.states, "rest": (self.loss_weights, None)}
+
+    def replace_tensors(self, tensors):
+        return LinearInputs(tensors["states"], tensors["rest"][0])
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("max_graphs", [0, 1, 2, 8])
+def test_micro_batches_of_a_step_with_and_without_graphs_are_added_up(max_graphs):
+    """Graphs are captured, and others replayed, while there are gradients of earlier micro-batches."""
+    results, batches = [], [torch.randn(size, 3) for size in (2, 4, 2, 3, 2, 4)]
+    for limit in (0, max_graphs):
+        torch.manual_seed(0)
+        model = torch.nn.ModuleList([torch.nn.Linear(3, 5), torch.nn.Linear(1, 1)])
+        graphs, task = StepGraphs(model, nullcontext, CallingCapture(), limit), LinearTask()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        losses = []
+        for _ in range(3):
+            for batch in batches:
+                losses.append(graphs.run_micro_batch(task, batch, 0, 17, lambda loss: (loss * 4 / 3).backward()))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        assert model[1].weight.grad is None and graphs.count == min(limit, 3)
+        results.append([*losses, *task.recorded, *model.parameters()])
+    assert all(map(torch.equal, *results))
+    assert not torch.equal(results[0][0], results[0][len(batches)]), "it trains"
 
 
 class HostCopyDetector(TorchDispatchMode):
@@ -137,7 +191,6 @@ def test_nothing_in_a_graph_comes_from_the_host(model):
     assert run_on_ranks(1, find_host_copies, f"random:{model}:tiny", *options) == [[]]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("model", [name for name in FAMILIES.list_names() if name not in ("sd1", "sdxl")])
 def test_nothing_in_a_graph_of_any_family_comes_from_the_host(model):
     """Families whose images all need control images are not tried; they compute as those without do."""
@@ -148,6 +201,7 @@ def test_nothing_in_a_graph_of_any_family_comes_from_the_host(model):
     assert bool(copies) == ("cuda_graphs" in facts.blocks.unsupported_strategies), copies
 
 
+@pytest.mark.quick
 def test_a_constant_is_copied_once_and_found_by_its_values():
     copies, first = ConstantCopies(2, keeps_meta_tensors=True), torch.arange(6.0).view(2, 3)
     copy = copies.get(first, META)
@@ -159,6 +213,7 @@ def test_a_constant_is_copied_once_and_found_by_its_values():
     assert copies.get(first, torch.device("cpu")) is first
 
 
+@pytest.mark.quick
 def test_combinations_that_a_graph_cannot_have_are_refused_with_the_reason():
     flags = "--cuda_graphs --blocks_to_swap 1 --on_oom recover --fsdp --pp_size 2 --t5_dropout_rate 0.1".split()
     lines = format_lines(parse_config(flags).problems)

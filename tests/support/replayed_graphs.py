@@ -18,13 +18,13 @@ class CallingCapture:
     def __init__(self):
         self.captured = self.replayed = 0
 
-    def __call__(self, function):
-        outputs = tree_map(lambda each: each.clone() if isinstance(each, torch.Tensor) else each, function())
+    def __call__(self, function, warm_up):
+        outputs = tree_map(torch.clone, warm_up())
         self.captured += 1
 
         def replay():
             self.replayed += 1
-            tree_map(lambda old, new: old.copy_(new) if isinstance(old, torch.Tensor) else None, outputs, function())
+            tree_map(torch.Tensor.copy_, outputs, function())
 
         return outputs, replay
 
