@@ -44,10 +44,6 @@ def _match_hidream(read: ConfigReader) -> FamilyMatch:
     return match_flow_model(read, 1, f"the transformer has {depth}")
 
 
-def _is_distilled(scheduler_config: Any) -> bool:
-    return "LCM" in scheduler_config.get("_class_name", "")
-
-
 FACTS = FamilyFacts(
     title="HiDream-I1",
     pipeline=PipelineFacts(
@@ -159,7 +155,7 @@ class HiDream(Family):
         return BaseModelInfo("hidream_i1", "hidream-i1")
 
     def is_step_distilled(self, pipe: Any) -> bool:
-        return _is_distilled(pipe.scheduler.config) or "LCM" in type(pipe.scheduler).__name__
+        return "LCM" in type(pipe.scheduler).__name__  # Dev and Fast
 
     def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
         from ..text_encoding import suppress_truncation_warnings

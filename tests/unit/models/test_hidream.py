@@ -4,16 +4,24 @@ import copy
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from diffusers import HiDreamImagePipeline, HiDreamImageTransformer2DModel
+from diffusers import (
+    FlowMatchLCMScheduler,
+    HiDreamImagePipeline,
+    HiDreamImageTransformer2DModel,
+    UniPCMultistepScheduler,
+)
 from diffusers.models.transformers.transformer_hidream_image import MOEFeedForwardSwiGLU
 from family_cases import build_case
 
 from library.config.schema import ModelConfig
+from library.dataloader.sample_prompts import Prompt
 from library.models import detect
 from library.models.checkpoint_inspection import ComponentSource
+from library.models.families import FAMILIES
 from library.models.model_configs import load_bundled_config
 
 __all__ = ["build_case"]  # a fixture
@@ -77,6 +85,18 @@ def test_the_pipeline_samples_the_size_that_is_asked_for_and_is_that_of_diffuser
         for pipe in (tiny.pipe, theirs)
     )
     assert torch.equal(ours, reference) and math.prod(ours.shape[2:]) == 64
+
+
+def test_dev_and_fast_are_known_as_distilled_and_sampled_in_few_steps():
+    family, texts = FAMILIES.get("hidream")(), {"t5": None, "llama": torch.zeros(1, 3, 2, 4), "pooled": None}
+    full = SimpleNamespace(scheduler=UniPCMultistepScheduler(use_flow_sigmas=True, prediction_type="flow_prediction"))
+    dev = SimpleNamespace(scheduler=FlowMatchLCMScheduler(shift=6.0))
+    assert [family.is_step_distilled(pipe) for pipe in (full, dev)] == [False, True]
+    assert family.build_noise_process(dev).shift.compute_factor(4096) == pytest.approx(6)
+    prompts = Prompt("a"), Prompt("a", num_inference_steps=3, cfg_scale=2.0)
+    names = ("num_inference_steps", "guidance_scale")
+    sampled = [family.build_sampling_kwargs(pipe, prompt, texts, texts) for pipe in (full, dev) for prompt in prompts]
+    assert [tuple(kwargs[name] for name in names) for kwargs in sampled] == [(50, 5.0), (3, 2.0), (28, 1.0), (3, 2.0)]
 
 
 def write_folder(folder: Path, *, has_llama: bool) -> Path:
