@@ -264,10 +264,12 @@ def is_from_kohya(settings: Collection[RawSetting]) -> bool:
 def has_kohya_objective(settings: Collection[RawSetting]) -> bool:
     """Whether options of the objective that are not set get sd-scripts' defaults.
 
-    The network modules of adapter types that this program has under the same names tell nothing.
+    The network modules of adapter types that this program has under the same names tell nothing.  Flags such as
+    ``--sdpa`` and ``--fp8_base`` tell something beside a network module only, which commands of sd-scripts need.
     """
+    has_module = any(each.name == "network_module" for each in settings)
     others = [each for each in settings if each.name != "network_module" or get_toml_value(each) not in SHARED_MODULES]
-    return is_from_kohya(others)
+    return is_from_kohya([each for each in others if has_module or not each.is_flag])
 
 
 def explain_ignored_key(name: str, known_names: Collection[str]) -> str | None:

@@ -122,6 +122,7 @@ def build_defaults(model: str, *flags: str) -> Any:
         (("--network_module", "networks.loha", "--sdpa"), "kohya"),
         (("--network_module", "networks.lora_flux", "--objective_defaults", "own"), "own"),
         (("--objective_defaults", "kohya"), "kohya"),
+        (("--sdpa", "--fp8_base", "--save_model_as", "safetensors"), "own"),
     ],
 )
 def test_the_defaults_are_those_of_sd_scripts_where_the_settings_are(flags, expected):
@@ -131,6 +132,12 @@ def test_the_defaults_are_those_of_sd_scripts_where_the_settings_are(flags, expe
     theirs = ("kohya", "sigma", "sigma_scaled", 3.5)
     assert found == (theirs if expected == "kohya" else ("own", None, "raw", 1.0))
     assert (len(loaded.kohya_objective) > 0) is (expected == "kohya")
+
+
+def test_a_key_of_sd_scripts_in_a_run_file_says_where_it_comes_from(tmp_path):
+    (tmp_path / "run.toml").write_text("sdpa = true\n")
+    loaded = build_defaults("flux", "--config_file", str(tmp_path / "run.toml"))
+    assert loaded.config.noise.objective_defaults == "kohya"
 
 
 def test_what_sd_scripts_ignores_what_it_means_otherwise_is_said():
@@ -234,7 +241,8 @@ HEAD = [
     "",
     "Settings come from sd-scripts if they have an option that only sd-scripts or its GUIs have, or `network_module`"
     " other than `networks.loha`, `networks.lokr`, `networks.oft` and `lycoris.kohya`, which choose the adapter type here"
-    " as well. `v_parameterization` is the exception: without it the model's own prediction type is trained.",
+    " as well; such options count in run files, and as flags beside `network_module`, without which `--fp8_base` or"
+    " `--sdpa` does not change the objective. `v_parameterization` is the exception: without it the model's own prediction type is trained.",
     "",
     "| model | defaults of `objective_defaults kohya` |",
     "|---|---|",
