@@ -369,4 +369,4 @@ def test_the_settings_that_are_written_read_back_as_the_configuration_that_ran(n
 
 def test_written_settings_of_a_command_of_wan_are_refused_as_the_command_is():
     (problem,) = format_lines(load(*COMMANDS[3]["argv"]).problems)
-    assert "Wan, a video model" in problem
+    assert "networks.lora_wan is musubi-tuner's module of Wan" in problem

@@ -172,7 +172,7 @@ def test_problems_of_tool_and_training_options_are_reported_together(tmp_path):
     result = run_plan(
         *(
             "--jsn --resolve-only --world_size 0 --network_dimm 4 --preveiw x.png --json=1 --preview_limit 3 "
-            "--resume_from_huggingface --learning_rate fast"
+            "--ip_noise_gamma_random_strengthh --learning_rate fast"
         ).split()
     )
     assert result.returncode == 2 and result.stdout == ""
@@ -183,7 +183,7 @@ def test_problems_of_tool_and_training_options_are_reported_together(tmp_path):
         "--world_size: must be at least 1, got 0",
         "--preveiw: unknown option",
         "--network_dimm: unknown option",
-        "--resume_from_huggingface: not yet: training states on the hub",
+        "--ip_noise_gamma_random_strengthh: unknown option",
         "--learning_rate: expected a number, got 'fast'",
         "--dataset_config: missing",
     ]
