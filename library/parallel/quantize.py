@@ -3,7 +3,7 @@
 fp8 and int8 have one scale per output row, nf4 has one per block of 64 values (QLoRA, arXiv 2305.14314).
 nf4 has the bytes of bitsandbytes, whose kernel dequantizes them on CUDA where it is installed.
 Quantized weights are frozen parameters of bytes, so that FSDP, tensor and pipeline parallelism shard them like others.
-Which layers of the base model are quantized is decided in ``base_weights.quantize_and_offload_base``.
+Which layers of the base model are quantized is decided in ``frozen_base.quantize_and_offload_base``.
 
 The tensor classes of torchao and bitsandbytes are not used, since they cannot be kept in host memory and freed before
 the backward pass.  Here one autograd function fetches the weight in forward and again in backward, whether it is

@@ -26,7 +26,7 @@ from library.config import parse_config
 from library.distributed.devices import HOST
 from library.errors import ConfigError
 from library.estimate.meta_memory_meter import MemoryMeter
-from library.parallel import activation_checkpointing, activation_offload, async_copy, base_weights
+from library.parallel import activation_checkpointing, activation_offload, async_copy, frozen_base
 from library.parallel.async_copy import CopyStream
 from library.parallel.block_swap import WeightOffloader
 from library.parallel.frozen_base import quantize_and_offload_base, select_spread_indices
@@ -267,8 +267,8 @@ def test_fetched_weights_in_flight_are_bounded(max_bytes_ahead, waits, max_in_fl
 @pytest.mark.parametrize(("options", "window"), [((), 2**28), (("--block_swap_window_mb", "700"), 700 * 2**20)])
 def test_the_window_is_an_option_and_by_default_holds_the_largest_block(options, window, monkeypatch):
     config = parse_config(["--blocks_to_swap", "2", *options]).config
-    for limit in (base_weights.MIN_WINDOW_BYTES, 4):
-        monkeypatch.setattr(base_weights, "MIN_WINDOW_BYTES", limit)
+    for limit in (frozen_base.MIN_WINDOW_BYTES, 4):
+        monkeypatch.setattr(frozen_base, "MIN_WINDOW_BYTES", limit)
         denoiser = build_unet().requires_grad_(False)
         offloaded = quantize_and_offload_base(denoiser, (HOST, HOST), config.model, config.train)
         default = max(limit, offloaded.largest_block)
