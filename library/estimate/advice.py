@@ -185,10 +185,8 @@ class GridSearch:
     def _estimate_derived(
         self, layout: ParallelLayout, run: MetaRun, savings: Mapping[str, Any], mode: _Mode
     ) -> LayoutEstimate:
-        """Estimate a step that was not run: while a layer computes, the swapped weights of the next ones arrive."""
-        found = estimate_layout(layout, run, self._runs, self._devices, savings=savings, num_images=mode.num_images)
-        arriving = run.stored.offloaded.largest_block
-        return replace(found, memory=replace(found.memory, gathered=found.memory.gathered + arriving))
+        """Estimate a step that was not run."""
+        return estimate_layout(layout, run, self._runs, self._devices, savings=savings, num_images=mode.num_images)
 
     def estimate(self, candidate: Candidate) -> LayoutEstimate:
         """Return the estimates of a candidate as they were derived."""

@@ -294,6 +294,7 @@ class MetaRun:
         self.stored = self._store_base_weights(config)
         self._saved_bytes = 0
         self._whole_bytes: int | None = None
+        self._ring: list[Tensor] = []
         self._quantize_and_fuse(config, precision)
         self.trainable = get_trainable_parameters(self.trained)
         self.task = DiffusionTask(
@@ -513,12 +514,13 @@ class MetaRun:
 
     @contextmanager
     def _measure(self, models: Iterable[nn.Module], dtype: torch.dtype | None) -> Iterator[MemoryMeter]:
-        """Measure what is allocated in addition to the weights, buffers and gradients of ``models``."""
+        """Measure what is allocated besides weights, buffers, gradients and the ring of swapped blocks."""
         for parameter in self.trainable:
             parameter.grad = torch.zeros_like(parameter)
         allocated = [tensor for model in models for tensor in _list_tensors(model)]
         allocated += [parameter.grad for parameter in self.trainable if parameter.grad is not None]
         fused_attention = self.config.distributed.attn_mode != "math"
+        allocated += self._ring
         with MemoryMeter(META, allocated) as meter, AutocastEmulation(dtype, fused_attention=fused_attention):
             yield meter
 
@@ -559,7 +561,7 @@ class MetaRun:
 
     def _store_denoiser(self, config: RunConfig) -> None:
         """Quantize and offload the frozen weights of the denoiser's blocks."""
-        quantize_and_offload_base(self.denoiser, (META, META), config.model, config.train)
+        self._ring = quantize_and_offload_base(self.denoiser, (META, META), config.model, config.train).device_buffers
         for layer in self.denoiser.modules():
             if isinstance(layer, (FrozenLinear, FrozenConv2d)):
                 # These layers ask the device for its autocast dtype, and the meta device has none.

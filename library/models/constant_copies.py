@@ -21,7 +21,8 @@ class ConstantCopies:
 
     def get(self, tensor: Tensor, device: torch.device) -> Tensor:
         """Return a copy on the device, which must not be changed."""
-        if not tensor.is_cpu or device == tensor.device or (device.type == "meta" and not self.keeps_meta_tensors):
+        is_real = type(tensor) is Tensor and tensor.is_cpu  # a fake tensor has no values
+        if not is_real or device == tensor.device or (device.type == "meta" and not self.keeps_meta_tensors):
             return tensor.to(device, non_blocking=True)
         values = tensor.contiguous().view(torch.uint8).numpy().tobytes()
         key = values, tensor.shape, tensor.dtype, device

@@ -29,7 +29,7 @@ from .model_configs import (
 )
 from .single_file import build_key_conversion, load_single_file_component
 from .tokenizers import build_byte_tokenizer, load_cached_tokenizer, load_pretrained_tokenizer
-from .weights import build_empty_model, build_random_component
+from .weights import build_empty_model, build_random_component, cast_persistent_buffers
 
 if TYPE_CHECKING:
     from .base import Family
@@ -136,8 +136,10 @@ def load_pipeline_on_meta(family: "Family", model: DetectedModel, dtype: torch.d
             component = build_empty_model(component_class, read_required(read, f"{name}/config.json"))
         if name == family.facts.denoiser_name:
             family.prepare_denoiser(component)
+        loaded_dtype = torch.float32 if name == "vae" else dtype
         for parameter in component.parameters():
-            parameter.data = parameter.data.to(torch.float32 if name == "vae" else dtype)
+            parameter.data = parameter.data.to(loaded_dtype)
+        cast_persistent_buffers(component, loaded_dtype)
         loaded[name] = component.to("meta")
     return _build_pipeline(family.get_pipeline_class(), index, loaded)
 

@@ -77,12 +77,17 @@ def build_random_component(
             parameters[id(parameter)] = nn.Parameter(weight)
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, parameters[id(parameter)])
-    kept = model.state_dict(keep_vars=True)
-    for name, buffer in model.named_buffers():
-        if name in kept and buffer.is_floating_point():  # as if it was read from a file
-            buffer.data = buffer.data.to(device=device, dtype=dtype)
+    cast_persistent_buffers(model, dtype, device)
     _reduce_vae_variance(model)
     return model
+
+
+def cast_persistent_buffers(model: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> None:
+    """Cast the buffers that a checkpoint has, as reading it would."""
+    saved = model.state_dict(keep_vars=True)
+    for name, buffer in model.named_buffers():
+        if name in saved and buffer.is_floating_point():
+            buffer.data = buffer.data.to(device=device, dtype=dtype)
 
 
 def _fill_weight(weight: Tensor, name: str, noise: Tensor, offset: int) -> None:

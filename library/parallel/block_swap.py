@@ -134,6 +134,11 @@ class BlockOffloader:
         self._weights: list[QuantizedWeight] = []
         """The weights of the visited block, on the device."""
 
+    @property
+    def device_buffers(self) -> list[Tensor]:
+        """The memory that the ring takes on the device, from the beginning on."""
+        return [each.bytes for each in self._ring]
+
     def offload_block(self, weights: Sequence[QuantizedWeight]) -> list[FetchWeight]:
         """Move the weights of a block to host memory; return the functions that fetch them."""
         self.blocks.append(HostBlock(weights, self._memory))

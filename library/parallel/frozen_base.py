@@ -27,7 +27,7 @@ def quantize_and_offload_base(
     model: ModelConfig,
     train: TrainConfig,
     nf4_kernel: str | None = None,
-) -> OffloadedBytes:
+) -> BlockOffloader:
     """Quantize the frozen weights of all blocks, and offload some blocks, evenly spread so that copies overlap.
 
     ``devices``: where weights are quantized, and where they are kept until the strategy distributes the model;
@@ -71,7 +71,7 @@ def quantize_and_offload_base(
         offloaded.total / 1e9,
         offloaded.ring_size,
     )
-    return offloaded
+    return offloader
 
 
 def _select_class(layer: nn.Module, model: ModelConfig) -> type[FrozenLayer] | None:

@@ -17,6 +17,7 @@ from .lora_linear import FusedLoraForward, HalfPrecisionCopies, flatten, multipl
 PROJECTIONS = (
     ("to_q", "to_k", "to_v"),
     ("add_q_proj", "add_k_proj", "add_v_proj"),
+    ("to_query", "to_key", "to_value"),
     ("q_proj", "k_proj", "v_proj"),
     ("w1", "w3"),
     ("gate", "up"),
@@ -155,10 +156,10 @@ def _differentiate_inputs(ctx: Any, gradients: Sequence[Tensor | None], hidden: 
 
 def find_projections(model: nn.Module) -> Iterator[list[FusedLoraForward]]:
     """Yield the fused layers of a model that read one input."""
-    for module in model.modules():
+    for path, module in model.named_modules():
         children = {name for name, child in module.named_children() if child is not None}
         for names in PROJECTIONS:
-            is_cross = getattr(module, "is_cross_attention", False)
+            is_cross = getattr(module, "is_cross_attention", path.endswith(".cross_attention"))
             readers = [name for name in (names[1:] if is_cross else names) if name in children]
             forwards = [vars(module.get_submodule(name)).get("forward") for name in readers]
             layers = [each for each in forwards if isinstance(each, FusedLoraForward)]

@@ -282,6 +282,8 @@ def _build_transformer_classes() -> tuple[Any, Any, Any]:
 
     transformer: Any = Kandinsky5Transformer3DModel
     time_embeddings: Any = Kandinsky5TimeEmbeddings
+    from ..constant_copies import copy_constant
+
     processor_class = _build_attention_processor()
 
     class TextMaskTransformer(transformer):  # type: ignore[misc]
@@ -294,7 +296,7 @@ def _build_transformer_classes() -> tuple[Any, Any, Any]:
 
     class TimeEmbeddings(time_embeddings):  # type: ignore[misc]
         def forward(self, time: Tensor) -> Tensor:
-            angles = torch.outer(time.float(), self.freqs.to(time.device))
+            angles = torch.outer(time.float(), copy_constant(self.freqs, time.device))
             waves = torch.cat([angles.cos(), angles.sin()], dim=-1).to(self.in_layer.weight.dtype)
             embedded: Tensor = self.out_layer(self.activation(self.in_layer(waves)))
             return embedded

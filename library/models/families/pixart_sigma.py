@@ -22,7 +22,7 @@ from ..facts import (
     TrainerNames,
 )
 from ..model_configs import ConfigReader, ModelError, get_downscale_factor, read_required
-from ..shared_facts import DENOISER_PREFIXES, MASKED_ATTENTION_MODES, T5_PREFIXES, T5_TOKENIZER, read_prediction_type
+from ..shared_facts import DENOISER_PREFIXES, T5_PREFIXES, T5_TOKENIZER, read_prediction_type
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -135,7 +135,7 @@ FACTS = FamilyFacts(
         activation_args=("hidden_states",),
         text_attention_calls=(1,),
         text_attention_layers=("attn2.to_k", "attn2.to_v"),
-        attention_modes=MASKED_ATTENTION_MODES,
+        attention_modes=("xformers",),
     ),
     text=TextFacts(
         components=("text_encoder", "tokenizer"),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from library import cli
+from library.registry import pause_garbage_collection
 from library.tools import TOOLS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -174,7 +175,7 @@ def test_an_interrupted_tool_prints_one_line(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_garbage_collection_is_enabled_again_after_a_failed_import():
-    with pytest.raises(KeyError), cli._pause_garbage_collection():
+    with pytest.raises(KeyError), pause_garbage_collection():
         assert not gc.isenabled()
         raise KeyError
     assert gc.isenabled() and gc.get_freeze_count()

@@ -438,9 +438,9 @@ def test_layouts_that_partition_the_model_alike_share_one_meta_run(caplog):
         actual = estimate(4, MODEL, "random:sdxl:tiny", batch=SMALL)
     steps = [record.getMessage() for record in caplog.records]
     assert steps == [
-        "estimating memory: step 1 of 3 on the meta device (DDP 4)",
-        "estimating memory: step 2 of 3 on the meta device (DDP 2 x TP 2)",
-        "estimating memory: step 3 of 3 on the meta device (TP 4)",
+        "estimating memory: a step on the meta device (DDP 4, 1 of 3)",
+        "estimating memory: a step on the meta device (DDP 2 x TP 2, 2 of 3)",
+        "estimating memory: a step on the meta device (TP 4, 3 of 3)",
     ]
     assert {"PP 4", "DDP 2 x PP 2", "PP 2 x TP 2", "device map 4"} < {each.layout.name for each in actual}
     speeds = [each.images_per_second for each in actual]

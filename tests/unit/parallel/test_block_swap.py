@@ -162,7 +162,10 @@ def test_the_size_of_the_ring_is_an_option():
 
     for options, expected in (((), 2), (("--block_swap_ring_size", "1"), 1)):
         config = parse_config(["--blocks_to_swap", "2", *options]).config
-        sizes = quantize_and_offload_base(build_unet().requires_grad_(False), (CPU, CPU), config.model, config.train)
+        unet = build_unet().requires_grad_(False)
+        offloader = quantize_and_offload_base(unet, (CPU, CPU), config.model, config.train)
+        sizes = offloader.sizes
+        assert sum(map(len, offloader.device_buffers)) == sizes.device_bytes
         assert sizes.ring_size == expected and 0 < sizes.largest_block < sizes.total
 
 
