@@ -1,5 +1,6 @@
 """The layers that get an adapter, and the LoRA rank and alpha of each, from targets and ``network_args``.
 
+The targets of a family are in ``FamilyLora`` of models/facts.py.
 peft applies the scale alpha / rank (``peft_types``); alphas in files are in ``alpha_folding``.
 """
 

@@ -1,7 +1,7 @@
 """Repeats: regularization balance, dataset weights, fractional repeats, and the shuffle that spreads copies.
 
 A dataset weight may give an image 2.5 repeats.  The plan alternates 2 and 3, so that all epochs have the same length.
-Repeats of a subset (``num_repeats``) are set in manifest_builder.py.
+Repeats of a subset (``num_repeats``) are set in manifest_builder.py; batch_plan.py orders the samples.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Parse the datasets of a run: a file, TOML or JSON in sd-scripts' or musubi-tuner's format, or sd-scripts' folders.
 
-All problems are reported at once.
+Keys of musubi-tuner's format become those of sd-scripts' in musubi_format.py.  All problems are reported at once.
 """
 
 import json

@@ -1,6 +1,7 @@
 """Optimizers by name (sd-scripts names, ``torch.optim`` or import paths): build them, set and read learning rates.
 
-Parameter groups are made in training/param_groups.py, learning-rate schedulers in lr_schedulers.py.
+The table of names is in optimizer_names.py, parameter groups are made in training/param_groups.py, and schedules in
+lr_schedulers.py.
 """
 
 import copy

@@ -1,5 +1,7 @@
 """The web application: routes, login, errors, and the guard around them.
 
+The routes of each page are the ``ROUTES`` of its ``*_pages.py``; runs are started and stopped in job_pages.py.
+
 Pages are rendered on the server, with a few kB of script written by hand: there is nothing to build.  Starlette is the
 core under FastAPI, whose schemas have no use here, since options have their own; NiceGUI and Gradio keep the state of
 each browser in the process and change their front end from version to version.

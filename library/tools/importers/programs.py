@@ -1,4 +1,7 @@
-"""The programs whose files are imported: how each file is recognized, and what reads it."""
+"""The programs whose files are imported: how each file is recognized, and what reads it.
+
+Files of sd-scripts and musubi-tuner need no import: config/kohya_compat.py and config/musubi_compat.py recognize them.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
