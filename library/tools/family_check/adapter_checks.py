@@ -1,5 +1,6 @@
 """The checks of a family's LoRA: gradients reach every layer, checkpointing changes none, files are read back."""
 
+import copy
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -17,10 +18,13 @@ from ...adapters.kohya_diffusers_comfyui_keys import convert_from_file_format
 from ...config.schema import AdapterConfig, RunConfig
 from ...models.base import Family
 from ...models.collect_component_keys import collect_component_keys
+from ...models.recomputed_activations import recompute_activations
 from ...parallel.activation_checkpointing import BlockCheckpointing
+from ...parallel.fuse_lora import fuse_lora_layers
+from ...parallel.lora_linear import FusedLoraForward
 from ...training.save_adapter import build_adapter_file
 from ...training.trainable_modules import build_lora_dropout, build_trainable_modules
-from .cases import CheckFailedError, ForwardOnlyWrapper, TinyCase, ensure, ensure_close, slice_rows
+from .cases import CheckFailedError, CheckSkippedError, ForwardOnlyWrapper, TinyCase, ensure, ensure_close, slice_rows
 from .checks import TEXTS, TIMESTEPS
 
 MAX_NAMES_SHOWN = 3
@@ -61,6 +65,28 @@ def check_lora_gradients(family: Family, case: TinyCase) -> None:
     ensure(not names, f"{len(names)} LoRA weights get no gradient: {shown}; see get_unused_layers")
 
 
+@torch.no_grad()
+def check_fused_layers(family: Family, case: TinyCase) -> None:
+    """Compute LoRA layers together that should read one input; otherwise outputs are computed that nothing reads."""
+    denoiser = getattr(case.pipe, family.facts.denoiser_name)
+    lora = family.facts.lora
+    injection.inject_into_model(denoiser, AdapterConfig(network_dim=3), lora.targets, 0, lora.key_style)
+    if not fuse_lora_layers(denoiser, torch.bfloat16):
+        raise CheckFailedError("no LoRA layer can be fused (--fused_layers)")
+    recompute_activations(denoiser)
+    forwards = [vars(module).get("forward") for module in denoiser.modules()]
+    groups: list[Any] = [
+        each.group for each in forwards if isinstance(each, FusedLoraForward) and each.group is not None
+    ]
+    if not groups:
+        raise CheckSkippedError("no layers of lora.targets are named as those that read one input, such as to_k, to_v")
+    with torch.autocast(next(denoiser.parameters()).device.type, torch.bfloat16):
+        family.predict(case.pipe, denoiser, case.batch.latents, torch.tensor(TIMESTEPS), case.batch)
+    (pending,) = {group.pending for group in groups}
+    pending.clear()
+    ensure(pending.discarded == 0, f"{pending.discarded} layers that are computed together do not read one input")
+
+
 def check_gradient_checkpointing(family: Family, case: TinyCase) -> None:
     """Compute a gradient with and without checkpointing; diffusers has checkpointed calls that leave arguments out."""
     denoiser = getattr(case.pipe, family.facts.denoiser_name)
@@ -85,7 +111,7 @@ def check_gradient_checkpointing(family: Family, case: TinyCase) -> None:
 def check_dropout(family: Family, case: TinyCase) -> None:
     """Let LoRA dropout depend on a sample alone: neither on its batch nor on the padding of its text."""
     for network_args in DROPOUTS:
-        _check_dropout(family, replace(case, pipe=family.load(case.detect(), torch.float32)), network_args)
+        _check_dropout(family, replace(case, pipe=copy.deepcopy(case.pipe)), network_args)
 
 
 def _check_dropout(family: Family, case: TinyCase, network_args: tuple[str, ...]) -> None:
@@ -134,6 +160,7 @@ def check_lora_file(family: Family, case: TinyCase) -> None:
 
 ADAPTER_CHECKS: Mapping[str, Callable[[Family, TinyCase], None]] = {
     "every LoRA layer gets a gradient": check_lora_gradients,
+    "layers that are computed together read one input": check_fused_layers,
     "gradient checkpointing changes no gradient": check_gradient_checkpointing,
     "the dropout of a sample does not depend on its batch": check_dropout,
     "a LoRA file is read back as it was written": check_lora_file,

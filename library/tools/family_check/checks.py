@@ -3,7 +3,7 @@
 Each check gets a pipeline that it may change, and raises ``CheckFailedError`` with the reason.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from .cases import (
     ensure,
     ensure_close,
     find_call_differences,
+    flatten_tensors,
     make_generators,
     slice_rows,
     take_rows,
@@ -76,20 +77,25 @@ def check_denoiser_call(family: Family, case: TinyCase) -> None:
     ensure(wrapped.calls == 1, f"predict calls the given denoiser {wrapped.calls} times instead of once")
     ensure(ours.shape == batch.latents.shape, f"predict returns {list(ours.shape)} for {list(batch.latents.shape)}")
     prediction = (case.pack_prediction or case.pack_latents)(ours)
-    _compare_calls(case, record, prediction, reference)
+    differences = list(find_argument_differences(case, record))
+    _ensure_equal_results(case, prediction, reference, differences)
 
 
-def _compare_calls(case: TinyCase, record: Recorder, prediction: Tensor, reference: Tensor) -> None:
-    """Compare the last recorded call with the first one, which is the pipeline's, and both predictions."""
-    calls = [case.simplify_call(call) for call in (record.calls[-1], record.calls[0])]
-    differences = list(find_call_differences(*calls))
-    if case.compares_arguments:
-        for text in differences:
+def find_argument_differences(case: TinyCase, record: Recorder) -> Iterator[str]:
+    """Find differences between the last recorded call and the first, which is the pipeline's; fail if they count."""
+    ours, theirs = (case.simplify_call(call) for call in (record.calls[-1], record.calls[0]))
+    for text in find_call_differences(ours, theirs):
+        if case.compares_arguments:
             raise CheckFailedError(f"the denoiser is called in another way than by the pipeline: {text}")
+        yield text
+
+
+def _ensure_equal_results(case: TinyCase, ours: Tensor, theirs: Tensor, differences: Sequence[str]) -> None:
+    """Compare a prediction with the pipeline's; differences between the arguments are named if they change it."""
     tolerance = EXACT if case.compares_arguments else 1e-4  # padding is rounded in another way
-    calls_text = f" (calls of the denoiser: {'; '.join(differences)})" if differences else ""
-    reason = f"predict returns something else than the pipeline{calls_text}"
-    ensure_close(prediction, reference, reason, rtol=tolerance, atol=tolerance)
+    calls = f" (the calls of the denoiser differ: {'; '.join(differences)})" if differences else ""
+    reason = f"predict returns something else than the pipeline{calls}"
+    ensure_close(ours, theirs, reason, rtol=tolerance, atol=tolerance)
 
 
 @torch.no_grad()
@@ -143,7 +149,9 @@ def check_prompts(family: Family, case: TinyCase) -> None:
         batch = replace(rows, cond=case.encode_prompts(family, pipe, group))
         reference, noisy = record.outputs[0], rows.latents * getattr(pipe.scheduler, "init_noise_sigma", 1.0)
         family.predict(pipe, denoiser, noisy, t, batch)
-        _compare_calls(case, record, record.outputs[-1], reference)
+        differences = list(find_argument_differences(case, record))
+        for ours, theirs in zip(*map(flatten_tensors, (record.outputs[-1], reference)), strict=True):
+            _ensure_equal_results(case, ours, theirs, differences)
         for name, value in batch.cond.items():
             ensure(len(value) == len(group), f"encode_prompts returns {len(value)} rows of {name} for {len(group)}")
     pair = case.encode_prompts(family, pipe, TEXTS)
