@@ -38,16 +38,17 @@ def generate_preview(family: Family, case: TinyCase, sampler: str | None = None,
 
 def check_preview(family: Family, case: TinyCase) -> None:
     """Compare a preview with the image that the diffusers pipeline samples."""
-    _check_preview_schedule(family, case)
+    scheduler = case.pipe.scheduler
+    if family.build_noise_process(case.pipe).prediction_type != "flow":
+        case.pipe.scheduler = _build_preview_scheduler(family, case)
     texts = {"prompt": "a red circle", **case.build_negative(case.pipe, "blue")}
     if case.build_prompt is not None:
         texts = case.build_prompt(case.pipe, "a red circle", "blue")
-    if family.build_noise_process(case.pipe).prediction_type != "flow":
-        case.pipe.scheduler = build_scheduler("ddim", case.pipe.scheduler)  # the sampler of previews
     arguments = {**texts, **case.texts, "num_inference_steps": 3, case.scale: 3.0}
     generator = torch.Generator().manual_seed(1)
     reference = get_images(call_pipeline(case, **arguments, generator=generator, output_type="pil"))[0]
     reference = reference[0] if isinstance(reference, list) else reference  # of a clip, its only frame
+    case.pipe.scheduler = scheduler
     ours = generate_preview(family, case)
     height, width = case.size
     ensure(ours.size == (width, height), f"the preview has {ours.size} pixels instead of {(width, height)}")
@@ -60,10 +61,8 @@ def check_preview(family: Family, case: TinyCase) -> None:
     ensure(is_guided, "the scale of guidance in a prompt does not change the preview")
 
 
-def _check_preview_schedule(family: Family, case: TinyCase) -> None:
-    """Compare the noise schedule of previews with that of the model's scheduler, which other samplers may not have."""
-    if family.build_noise_process(case.pipe).prediction_type == "flow":
-        return
+def _build_preview_scheduler(family: Family, case: TinyCase) -> Any:
+    """Build the scheduler of previews, which has the noise schedule of the model's own scheduler."""
     pipe, expected = case.pipe, case.pipe.scheduler.alphas_cumprod
     components = {**pipe.components, "scheduler": build_scheduler("ddim", pipe.scheduler)}
     settings = type(pipe)._get_signature_keys(type(pipe))[1]
@@ -71,6 +70,7 @@ def _check_preview_schedule(family: Family, case: TinyCase) -> None:
     sampled = family.adapt_sampling_pipeline(type(pipe)(**{**components, **options}))
     reason = "previews are sampled with another noise schedule than the model's; see adapt_sampling_pipeline"
     ensure_close(sampled.scheduler.alphas_cumprod, expected, reason)
+    return sampled.scheduler
 
 
 def check_preview_state(family: Family, case: TinyCase) -> None:
