@@ -45,6 +45,7 @@ from .own_families import (
     find_class_mismatch,
     get_family_facts,
     list_own_configs,
+    load_own_family,
     match_family_configs,
     split_random_name,
 )
@@ -105,6 +106,8 @@ def detect_model(model: ModelConfig | str | None) -> DetectedModel:
         model = ModelConfig(pretrained_model_name_or_path=model)
     if model.pretrained_model_name_or_path is None and model.family is None:
         return _apply_options(_detect_built_in(), model)
+    if ":" in (own := model.family or "") and own.partition(":")[0] not in FAMILY_FACTS:
+        load_own_family(own)  # whose problems come before those of the model
     try:
         detected = _detect_source(model)
     except ModelError as problem:
@@ -244,7 +247,8 @@ def _detect_single_file(
                 raise ModelError(f"does not have the sizes of {family}:{variant}")
             config = configs[0] if variant is None else f"{family}_{variant}"
             detected = _build_single_file_model(path, header, family, config, family_option is not None)
-            return detected if variant is not None else _mention_variants(detected, configs[1:])
+            is_told = variant is not None or family not in FAMILY_FACTS  # whose variants --family does not take
+            return detected if is_told else _mention_variants(detected, configs[1:])
     if candidates:
         raise ModelError(
             f"looks like {get_family_facts(candidates[0]).title}, but of unknown sizes; use the model as "
@@ -310,7 +314,7 @@ def _detect_random(model_name: str, family_option: str | None) -> DetectedModel:
     family, config = split_random_name(model_name)
     if family in FAMILY_FACTS:
         configs: Mapping[str, str] = {each: each for each in list_family_configs(family)}
-        config = f"{family}_{config}" if config else family
+        config = "_".join(filter(None, (family, *config.split(":"))))
     else:
         configs = list_own_configs(family)
     if config not in configs:

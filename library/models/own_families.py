@@ -131,9 +131,12 @@ def _find_match_problems(match: Any) -> Iterator[str]:
 
 def split_random_name(model_name: str) -> tuple[str, str]:
     """Split ``random:FAMILY:VARIANT`` into family and variant; that of a user's family has a colon of its own."""
-    words = model_name.removeprefix("random:").split(":")
-    count = 1 if words[0] in FAMILY_FACTS or len(words) < 2 else 2
-    return ":".join(words[:count]), ":".join(words[count:])
+    family, _, rest = model_name.removeprefix("random:").partition(":")
+    is_own = family not in FAMILY_FACTS and bool(rest) and ("." in family or not rest.partition(":")[0].islower())
+    if is_own:
+        class_name, _, rest = rest.partition(":")
+        family = f"{family}:{class_name}"
+    return family, rest
 
 
 def list_own_configs(family: str) -> Mapping[str, str]:
