@@ -55,11 +55,11 @@ class TinyCase:
     source: str
     """The model path from which ``Family.load`` builds the same kind of model."""
     pack_latents: Callable[[Tensor], Tensor] = return_unchanged
-    """Latents of the family -> latents of the diffusers pipeline and its scheduler."""
+    """Pack latents of the family as the diffusers pipeline and its scheduler have them."""
     unpack_latents: Callable[[Tensor], Tensor] = return_unchanged
     """The inverse of ``pack_latents``."""
     pack_prediction: Callable[[Tensor], Tensor] | None = None
-    """Latents of the family -> what the diffusers scheduler gets, if it is not what the pipeline takes."""
+    """Pack latents of the family as the diffusers scheduler gets them, if it is not as the pipeline takes them."""
     scale: str = "guidance_scale"
     """The diffusers pipeline's argument for classifier-free guidance."""
     guidance_off: float = 1.0
@@ -80,7 +80,7 @@ class TinyCase:
     controls: tuple[Image, ...] = ()
     """The control images that the text encoder reads with each prompt."""
     add_channels: Callable[[Tensor], Tensor] = return_unchanged
-    """Pixels -> what the VAE reads."""
+    """Add the channels to pixels that the VAE reads beside them."""
     max_rows: int = 2
     """How many rows of the batch the diffusers pipeline takes at once."""
 
@@ -133,7 +133,14 @@ def build_batch(latents: Tensor, cond: Cond, frame: Sequence[float] = FRAME) -> 
     """Build a batch whose samples all have this original size, crop and target size."""
     count = len(latents)
     names = tuple(f"sample {number}" for number in range(count))
-    return Batch(latents, cond, torch.tensor([list(frame)] * count), torch.ones(count), tuple(range(count)), names)
+    return Batch(
+        latents,
+        cond,
+        size_conditioning=torch.tensor([list(frame)] * count),
+        loss_weights=torch.ones(count),
+        global_positions=tuple(range(count)),
+        sample_keys=names,
+    )
 
 
 def take_rows(batch: Batch, count: int) -> Batch:

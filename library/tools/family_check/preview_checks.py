@@ -33,7 +33,9 @@ def generate_preview(family: Family, case: TinyCase, sampler: str | None = None,
     )
     cond = case.encode_prompts(family, pipe, [prompt.text])
     negative = case.encode_negative_prompts(family, pipe, [prompt.negative_prompt])
-    return family.generate_image(pipe, prompt, cond, negative, torch.Generator().manual_seed(1), sampler)
+    return family.generate_image(
+        pipe, prompt, cond, negative, generator=torch.Generator().manual_seed(1), sampler=sampler
+    )
 
 
 def check_preview(family: Family, case: TinyCase) -> None:
@@ -94,7 +96,9 @@ def check_preview_without_encoders(family: Family, case: TinyCase) -> None:
         cond, negative = (case.encode_prompts(family, pipe, [text]) for text in ("a", ""))
     for part in family.facts.text.components:
         setattr(pipe, part, None)
-    image = family.generate_image(pipe, prompt, cond, negative, torch.Generator().manual_seed(1), None)
+    image = family.generate_image(
+        pipe, prompt, cond, negative, generator=torch.Generator().manual_seed(1), sampler=None
+    )
     height, width = case.size
     ensure(image.size == (width, height), f"the preview has {image.size} pixels instead of {(width, height)}")
 
