@@ -25,6 +25,7 @@ from ..dataset.image_decoding import Pixels
 from ..dataset.masks import MaskPixels
 from ..diffusion.masked_loss import resize_mask_to_latents
 from ..errors import FileError
+from ..models.own_families import identify_class
 from ..problems import Problem, report_file
 from .distributed_encoding import CacheSpec, EncodedEntry, fill_cache, open_cache_dirs, open_shards, split_into_batches
 from .frozen_encoders import FrozenEncoders
@@ -213,7 +214,7 @@ def count_encoded_pixels(augmenter: Augmenter, sample_index: int) -> int:
 def compute_vae_fingerprint(encoders: FrozenEncoders, cache_dir: Path) -> str:
     """Hash everything that decides which latents the VAE makes of given pixels, and how they are stored."""
     weights = encoders.compute_weight_hashes(("vae",), cache_dir)
-    return compute_encoder_fingerprint(type(encoders.family).__name__, encoders.cache.cache_precision, *weights)
+    return compute_encoder_fingerprint(*identify_class(type(encoders.family)), encoders.cache.cache_precision, *weights)
 
 
 def _report_overflow(image: object) -> Problem:

@@ -20,6 +20,7 @@ from ..dataloader.sample_prompts import Prompt
 from ..distributed.devices import MIXED_PRECISION_DTYPES
 from ..errors import UserError
 from ..models.detect import get_config_reader
+from ..models.own_families import identify_class
 from ..problems import Problem, report_file
 from .distributed_encoding import CacheSpec, EncodedEntry, fill_cache, open_cache_dirs, open_shards, split_into_batches
 from .frozen_encoders import FrozenEncoders
@@ -162,7 +163,9 @@ def compute_text_encoder_fingerprint(encoders: FrozenEncoders, cache_dir: Path) 
     options = _list_model_options(encoders.model_config)
     version = encoders.family.facts.text.version
     parts = [*(["T5 only"] if encoders.is_t5_only else []), *([f"version {version}"] if version > 1 else [])]
-    return compute_encoder_fingerprint(type(encoders.family).__name__, *parts, precision, scheduler, *options, *weights)
+    return compute_encoder_fingerprint(
+        *identify_class(type(encoders.family)), *parts, precision, scheduler, *options, *weights
+    )
 
 
 def _list_model_options(model: ModelConfig) -> list[str]:

@@ -37,6 +37,7 @@ HASH_MISMATCH_FIXES = {
     "network_weights": "copy the same file to every machine",
     "base_weights": "copy the same files to every machine",
     "training_adapter": "copy the same file to every machine",
+    "source of the family": "copy the same module to every machine",
     "prompts": "use the same --sample_prompts file on every machine",
     "images, captions or dataset settings": "use the same files on every machine: a shared folder, or exact copies",
 }

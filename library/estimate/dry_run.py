@@ -13,15 +13,9 @@ from ..dataloader.prepare import PreparedData, prepare_data
 from ..dataloader.run_plan import RunPlan
 from ..dataset.frame_windows import DEFAULT_FRAME_RULE
 from ..dataset.validate import find_sizes_for_some_models
-from ..models.detect import (
-    DetectedModel,
-    build_control_limits,
-    detect_model,
-    get_config_reader,
-    get_family_facts,
-    list_size_multiples,
-)
+from ..models.detect import DetectedModel, build_control_limits, detect_model, get_config_reader, list_size_multiples
 from ..models.model_configs import read_encoded_sizes
+from ..models.own_families import get_family_facts
 from ..models.trained_components import describe_trained_components, list_cached_text_components
 from .cache_size import CacheEstimate, estimate_caption_cache, estimate_latent_cache
 from .noise_summary import NoiseSummary, summarize_noise_levels

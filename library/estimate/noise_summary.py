@@ -7,7 +7,8 @@ from typing import Any
 from ..config.schema_objective import NoiseConfig
 from ..dataloader.batch_plan import get_planned_stages
 from ..dataloader.run_plan import RunPlan
-from ..models.detect import DetectedModel, get_config_reader, get_family_facts
+from ..models.detect import DetectedModel, get_config_reader
+from ..models.own_families import get_family_facts
 
 LEVELS = (0.5, 0.25)
 """The noise levels below which samples are counted: below them likeness and texture are learned."""

@@ -104,7 +104,8 @@ def match_bundled_configs(
     ``version`` has values of the denoiser's config, where the user says which of several models with the same weights
     the file is: then a key that only some files of a model have need not be there.
     """
-    configs = {name: load_bundled_config(name) for name in list_family_configs(family)}
+    names = list_family_configs(family) or [str(path.with_suffix("")) for path in facts.pipeline.configs.values()]
+    configs = {name: load_bundled_config(name) for name in names}
     denoisers = {name: config.get(f"{facts.denoiser_name}/config.json", {}) for name, config in configs.items()}
     return [
         name

@@ -15,7 +15,6 @@ from ..demo import BUILT_IN_MODEL_DIR
 from ..errors import ConfigError, FileError
 from ..name_suggestions import suggest_name
 from ..problems import Problem
-from .base import Family
 from .checkpoint_inspection import (
     ComponentSource,
     SafetensorsHeader,
@@ -30,7 +29,7 @@ from .checkpoint_inspection import (
     resolve_component_source,
 )
 from .facts import FamilyFacts, FamilyMatch
-from .families import CONTROL_FAMILIES, FAMILIES, FAMILY_FACTS
+from .families import CONTROL_FAMILIES, FAMILY_FACTS
 from .model_configs import (
     ConfigReader,
     ModelError,
@@ -41,6 +40,14 @@ from .model_configs import (
     list_family_configs,
     load_bundled_config,
     read_required,
+)
+from .own_families import (
+    find_class_mismatch,
+    get_family_facts,
+    list_own_configs,
+    load_own_family,
+    match_family_configs,
+    split_random_name,
 )
 
 _REPO_ID_PATTERN = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -99,37 +106,14 @@ def detect_model(model: ModelConfig | str | None) -> DetectedModel:
         model = ModelConfig(pretrained_model_name_or_path=model)
     if model.pretrained_model_name_or_path is None and model.family is None:
         return _apply_options(_detect_built_in(), model)
+    if ":" in (own := model.family or "") and own.partition(":")[0] not in FAMILY_FACTS:
+        load_own_family(own)  # whose problems come before those of the model
     try:
         detected = _detect_source(model)
     except ModelError as problem:
         name = model.pretrained_model_name_or_path
         raise FileError([Problem("pretrained_model_name_or_path", f"{name}: {problem}")]) from None
     return _apply_options(detected, model)
-
-
-def get_family_facts(family: str) -> FamilyFacts:
-    """The facts of a family by its registered name or its import path ``package.module:Class``."""
-    if family in FAMILY_FACTS:
-        return FAMILY_FACTS[family]
-    try:
-        found = FAMILIES.get(family)
-    except ConfigError as error:
-        raise ConfigError([replace(problem, option="family") for problem in error.problems]) from None
-    if missing := list(_find_missing_parts(found)):
-        guide = "see docs/adding_a_family.md"
-        raise ConfigError([Problem("family", f"{family} {text}", guide) for text in missing])
-    return found.facts
-
-
-def _find_missing_parts(family: Any) -> Iterator[str]:
-    """Find what the author of a family has not written yet."""
-    if not (isinstance(family, type) and issubclass(family, Family)):
-        yield "is not a model family; subclass library.models.base.Family"
-        return
-    if not isinstance(getattr(family, "facts", None), FamilyFacts):
-        yield "has no facts; set facts = FamilyFacts(...)"
-    if methods := sorted(family.__abstractmethods__):
-        yield f"does not write {', '.join(methods)}"
 
 
 def build_control_limits(model: DetectedModel) -> ControlLimits:
@@ -152,7 +136,7 @@ def list_size_multiples() -> dict[str, int]:
 
 def get_size_multiple(family: str) -> int:
     """Width and height of training images of the published model are multiples of this."""
-    return _match_bundled_config(FAMILY_FACTS[family], list_family_configs(family)[0]).size_multiple
+    return _match_bundled_config(family, list_family_configs(family)[0]).size_multiple
 
 
 def _detect_built_in() -> DetectedModel:
@@ -207,7 +191,9 @@ def _detect_from_configs(
     for family in candidates:
         facts = get_family_facts(family)
         read = _add_separate_components(read, family)
-        match = facts.detection.match_configs(read)
+        if mismatch := find_class_mismatch(family, name):
+            raise ModelError(mismatch)
+        match = match_family_configs(family, read)
         if match is None:
             continue
         for component in facts.components:
@@ -261,7 +247,8 @@ def _detect_single_file(
                 raise ModelError(f"does not have the sizes of {family}:{variant}")
             config = configs[0] if variant is None else f"{family}_{variant}"
             detected = _build_single_file_model(path, header, family, config, family_option is not None)
-            return detected if variant is not None else _mention_variants(detected, configs[1:])
+            is_told = variant is not None or family not in FAMILY_FACTS  # whose variants --family does not take
+            return detected if is_told else _mention_variants(detected, configs[1:])
     if candidates:
         raise ModelError(
             f"looks like {get_family_facts(candidates[0]).title}, but of unknown sizes; use the model as "
@@ -283,7 +270,7 @@ def _build_single_file_model(
     path: Path, header: SafetensorsHeader, family: str, config: str, has_family_option: bool
 ) -> DetectedModel:
     facts = get_family_facts(family)
-    match = _match_bundled_config(facts, config)
+    match = _match_bundled_config(family, config)
     prediction_type, overrides = match.prediction_type, dict[str, object]()
     if prediction_type != "flow":
         declared = header.metadata.get("modelspec.prediction_type", "")
@@ -297,7 +284,7 @@ def _build_single_file_model(
     reason = "set by --family" if has_family_option else f"the file has {key} with the shape of {facts.title}"
     return _build_detected(
         family,
-        f"{reason} (config {config})",
+        f"{reason} (config {Path(config).name})",
         replace(match, prediction_type=prediction_type),
         "file",
         str(path),
@@ -307,10 +294,10 @@ def _build_single_file_model(
     )
 
 
-def _match_bundled_config(facts: FamilyFacts, config: str) -> FamilyMatch:
-    match = facts.detection.match_configs(build_bundled_reader(load_bundled_config(config)))
+def _match_bundled_config(family: str, config: str) -> FamilyMatch:
+    match = match_family_configs(family, build_bundled_reader(load_bundled_config(config)))
     if match is None:
-        raise ModelError(f"its files are not those of {facts.title}")
+        raise ModelError(f"its files are not those of {get_family_facts(family).title}")
     return match
 
 
@@ -324,21 +311,31 @@ def _describe_unknown_file(header: SafetensorsHeader) -> str:
 
 def _detect_random(model_name: str, family_option: str | None) -> DetectedModel:
     """``random:FAMILY`` has the published sizes, ``random:FAMILY:VARIANT`` those of another bundled config."""
-    family_and_variant = model_name.removeprefix("random:")
-    config = family_and_variant.replace(":", "_")
-    family = family_and_variant.partition(":")[0]
-    if family not in FAMILY_FACTS or config not in list_family_configs(family):
-        known = [
-            f"random:{name}"
-            for family in FAMILY_FACTS
-            for name in (each.replace(f"{family}_", f"{family}:", 1) for each in list_family_configs(family))
-        ]
-        raise ModelError(f"no such model{suggest_name(model_name, known) or '; available: ' + ', '.join(known)}")
+    family, config = split_random_name(model_name)
+    if family in FAMILY_FACTS:
+        configs: Mapping[str, str] = {each: each for each in list_family_configs(family)}
+        config = "_".join(filter(None, (family, *config.split(":"))))
+    else:
+        configs = list_own_configs(family)
+    if config not in configs:
+        raise ModelError(f"no such model{_suggest_random_model(model_name, family)}")
     if family_option not in (None, family):
         raise ModelError(f"is of family {family}, not {family_option}; leave --family out")
-    match = _match_bundled_config(FAMILY_FACTS[family], config)
-    reason = f"random weights in the sizes of {config}"
-    return _build_detected(family, reason, match, "random", model_name, bundled_config=config)
+    match = _match_bundled_config(family, configs[config])
+    reason = f"random weights in the sizes of {Path(configs[config]).name}"
+    return _build_detected(family, reason, match, "random", model_name, bundled_config=configs[config])
+
+
+def _suggest_random_model(model_name: str, family: str) -> str:
+    if family not in FAMILY_FACTS and ":" in family:
+        names = [f"random:{family}" + (f":{variant}" if variant else "") for variant in list_own_configs(family)]
+        return "; available: " + ", ".join(names) if names else "; the family has no pipeline.configs"
+    known = [
+        f"random:{name}"
+        for family in FAMILY_FACTS
+        for name in (each.replace(f"{family}_", f"{family}:", 1) for each in list_family_configs(family))
+    ]
+    return suggest_name(model_name, known) or "; available: " + ", ".join(known)
 
 
 def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> DetectedModel:

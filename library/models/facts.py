@@ -7,6 +7,7 @@ left out, and within a group everything that has a default.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from ..adapters.original_module_names import CLIP_KEYS, DIFFUSERS_KEYS, KeyStyle, OriginalModule
@@ -56,6 +57,11 @@ class PipelineFacts:
     """Hub id of this published model, with which presets of the web page begin."""
     separate_components: Mapping[str, str] = field(default_factory=dict)
     """The hub ids of components that folders of the published model lack, as their licence is another one."""
+    configs: Mapping[str, Path] = field(default_factory=dict)
+    """The configuration files of a family outside of this package, by variant: ``tiny``; empty for the published one.
+
+    Each has the form of a file in ``models/configs``; ``random:package.module:Class:tiny`` is such a model.
+    """
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,10 @@ from typing import Any
 from ..adapters.component_key_names import ComponentKeys
 from ..adapters.kohya_diffusers_comfyui_keys import build_key_lookup
 from ..adapters.original_module_names import ModuleGroup
-from .collect_component_keys import build_component_keys
+from .collect_component_keys import build_component_keys, list_adaptable_components
+from .detect import DetectedModel
 from .families import FAMILIES
+from .own_families import list_own_configs
 
 TABLE_PATH = Path(__file__).with_name("known_models.json")
 Shape = tuple[int, ...]
@@ -54,6 +56,32 @@ def _iter_known_models() -> Iterator[KnownModel]:
             components.append(build_component_keys(family, name, tuple(layers)))
             shapes |= {f"{name}.{module}": shape for module, shape in layers.items()}
         yield KnownModel(entry["family"], tuple(components), shapes)
+
+
+def build_own_models(family: str) -> tuple[KnownModel, ...]:
+    """Build the models of a user's family, of the sizes in its configuration files."""
+    configs = list_own_configs(family).values()
+    return tuple(
+        build_known_model(DetectedModel(family, "", 8, source_type="random", bundled_config=each)) for each in configs
+    )
+
+
+def build_known_model(detected: DetectedModel) -> KnownModel:
+    """Read names and shapes from the model on the meta device."""
+    from .loading import load_components_on_meta
+
+    family = FAMILIES.get(detected.family)
+    names = list_adaptable_components(family)
+    pipe = load_components_on_meta(detected, names)
+    models = {name: getattr(pipe, name) for name in names}
+    shapes = {
+        f"{name}.{module}": tuple(layer.weight.shape)
+        for name, model in models.items()
+        for module, layer in model.named_modules()
+        if getattr(layer, "weight", None) is not None
+    }
+    components = tuple(build_component_keys(family, name, model) for name, model in models.items())
+    return KnownModel(detected.family, components, shapes)
 
 
 def pack_known_model(model: KnownModel) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from ..config.options import build_config, flatten_config
 from ..config.schema_objective import LossConfig, NoiseConfig
 from ..config.unused_options import ModelTraits, find_unused_options
 from ..problems import Problem
-from .detect import get_family_facts
 from .facts import FamilyFacts, KohyaObjective
+from .own_families import get_family_facts
 
 HUBER_LOSSES = ("huber", "smooth_l1")
 

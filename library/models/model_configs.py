@@ -41,6 +41,7 @@ def _read_pipeline_class(name: str) -> object:
 
 
 def load_bundled_config(name: str) -> BundledConfig:
+    """Load a bundled config, or one of a user's own family, whose name is its path without ``.json``."""
     data: BundledConfig = json.loads((_CONFIG_DIR / f"{name}.json").read_text(encoding="utf-8"))
     return data
 

@@ -36,16 +36,10 @@ from ..dataset.validate import find_clips_for_image_models, validate_resolution_
 from ..diffusion.timestep_shift import FixedShift
 from ..errors import ConfigError, FileError
 from ..problems import Place, Problem, locate_problems
-from .detect import (
-    DetectedModel,
-    build_control_limits,
-    detect_model,
-    get_config_reader,
-    get_family_facts,
-    list_video_models,
-)
+from .detect import DetectedModel, build_control_limits, detect_model, get_config_reader, list_video_models
 from .facts import TORCH_ATTENTION_MODES
 from .kohya_objective import resolve_objective_defaults, validate_objective_defaults
+from .own_families import get_family_facts
 from .trained_components import select_trained_text_encoders
 
 MIN_SHARE_IN_RANGE = 1e-6

@@ -8,7 +8,8 @@ from ..config.schema import AdapterConfig, ModelConfig
 from ..config.schema_data import CacheConfig
 from ..config.schema_optim import OptimConfig
 from ..errors import ConfigError
-from ..models.detect import detect_model, get_family_facts
+from ..models.detect import detect_model
+from ..models.own_families import get_family_facts
 from ..models.trained_components import caches_only_t5
 from ..training.preflight import load_settings
 from .validate_arguments import check_cache_arguments, check_cache_command

@@ -18,7 +18,7 @@ from ..dataloader.sample_prompts import load_prompts
 from ..dataset.schema import DATASET_KEYS
 from ..dataset.validate import validate_dataset_config
 from ..errors import ConfigError, UserError
-from ..models.detect import get_family_facts
+from ..models.own_families import get_family_facts
 from ..models.validate_options import validate_model_options
 from ..problems import Place, Problem, report_argument, report_file
 from .importers.imported import ImportedConfig, UntakenKey

@@ -29,8 +29,9 @@ from ..adapters.validate_file import (
 )
 from ..adapters.validate_tensors import find_tensor_problems
 from ..errors import UserError
-from ..models.families import FAMILIES, FAMILY_FACTS
-from ..models.known_models import KnownModel, load_known_models
+from ..models.families import FAMILY_FACTS
+from ..models.known_models import KnownModel, build_own_models, load_known_models
+from ..models.own_families import get_family_facts
 from ..problems import Problem, report_file
 
 _NAMES_IN_METADATA: Mapping[str, str] = {
@@ -190,8 +191,9 @@ def select_models(models: Sequence[KnownModel], family: str | None) -> Sequence[
         return models
     if found := [model for model in models if model.family == family]:
         return found
-    FAMILIES.get(family)  # raises with the name that may be meant
-    text = "its layers are in no table"
+    if get_family_facts(family) and (own := build_own_models(family)):  # raises with the name that may be meant
+        return own
+    text = "its layers are in no table, and it has no pipeline.configs"
     raise UserError(Problem("family", text, "give one of the families of this program", value=family))
 
 

@@ -1,7 +1,7 @@
-"""``python -m library models``: every model family, its size, where it is loaded from, and how it can be trained."""
+"""``python -m library models``: every model family, its size, and how it can be trained; the checks of a user's own."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 from ..errors import UserError
@@ -9,28 +9,52 @@ from ..models.families import CONTROL_FAMILIES, FAMILY_FACTS
 from ..name_suggestions import suggest_name
 from ..problems import report_argument
 
-USAGE = "usage: python -m library models [--json | --markdown]"
+USAGE = "usage: python -m library models [--json | --markdown | --check package.module:Class]"
+MODEL_OPTION = "--pretrained_model_name_or_path"
 HELP = f"""{USAGE}
 
   --json      a list of objects with name, title, kind, parameters, sources, strategies,
               control_images (fewest, most), control, notes
   --markdown  the table of docs/models.md
+  --check package.module:Class [{MODEL_OPTION} PATH]
+              check a family of your own, as the tests of this program check its families: a line for each check,
+              exit code 1 if one fails. The model is the configuration "tiny" of the family, or a small one in a folder.
+              See docs/adding_a_family.md
 
 parameters are those of the published denoiser, the largest where there are several sizes. --family NAME and
 random:NAME take the name."""
 
 
-def run_models(argv: Sequence[str]) -> tuple[str, int]:
-    """List the families as text, JSON or Markdown."""
+def run_models(argv: Sequence[str]) -> tuple[str, int] | Generator[str, None, int]:
+    """List the families as text, JSON or Markdown, or check one of the user's own."""
     forms = {"--json": format_json, "--markdown": format_markdown}
     if set(argv) & {"--help", "-h"}:
         return HELP, 0
+    if "--check" in argv:
+        return _run_check(argv)
     for word in argv:
         if word not in forms:
             raise UserError(report_argument(word, f"unknown option{suggest_name(word, forms) or f'; {USAGE}'}"))
     if len(argv) > 1:
         raise UserError(f"one of --json and --markdown; {USAGE}")
     return (forms[argv[0]] if argv else format_text)(list_models()), 0
+
+
+def _run_check(argv: Sequence[str]) -> Generator[str, None, int]:
+    """Parse the arguments of ``--check``, and check the family."""
+    known, values = ("--check", MODEL_OPTION), dict[str, str]()
+    words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    for name, value in zip(words[::2], [*words[1::2], ""][: len(words[::2])], strict=True):
+        if name not in known:
+            raise UserError(report_argument(name, f"unknown option{suggest_name(name, known) or f'; {USAGE}'}"))
+        if not value or value.startswith("--"):
+            raise UserError(report_argument(name, f"no value; {USAGE}"))
+        if name in values:
+            raise UserError(report_argument(name, "it is given twice"))
+        values[name] = value
+    from .family_check.run_checks import check_family
+
+    return check_family(values["--check"], values.get(MODEL_OPTION))
 
 
 def list_models() -> list[dict[str, Any]]:

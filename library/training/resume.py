@@ -31,7 +31,8 @@ from ..dataloader.run_plan import RunPlan
 from ..distributed.config_agreement import NF4_KERNEL
 from ..distributed.signals import StopSignals
 from ..errors import RunInterrupted, UserError
-from ..models.detect import DetectedModel, get_family_facts
+from ..models.detect import DetectedModel
+from ..models.own_families import compute_family_fingerprint, get_family_facts
 from ..parallel.quantize import BUILT_IN_KERNEL
 from ..parallel.strategy import Strategy
 from ..problems import Problem
@@ -51,6 +52,7 @@ COMPARED_METADATA = {
     "batch": "images per step",
     "training_adapter": "the training adapter",
     "noise_levels": "the model family's default noise levels",
+    "family": "the model family of your own",
 }
 """The names in messages of what a checkpoint records besides the settings."""
 
@@ -68,6 +70,8 @@ class SettingChange:
     def __str__(self) -> str:
         if self.name in ("model", "data", "training_adapter"):
             return f"{COMPARED_METADATA[self.name]} changed{self.detail}"
+        if self.name == "family":
+            return f"{COMPARED_METADATA[self.name]}{_describe_family_change(self.old, self.new)}"
         if self.name == "noise_levels":
             texts = [value or "those of its pipeline" for value in (self.old, self.new)]
             return f"{COMPARED_METADATA[self.name]}: {' -> '.join(texts)}"
@@ -90,6 +94,14 @@ def describe_default_noise_levels(noise: NoiseConfig, detected: DetectedModel) -
     """
     is_flow = detected.prediction_type == "flow"
     return get_family_facts(detected.family).training_noise.describe_used_defaults(noise) if is_flow else None
+
+
+def _describe_family_change(old: str | None, new: str | None) -> str:
+    """Describe the change of a user's family, of which a checkpoint has the import path and the hash of its source."""
+    names = [value.partition(" ")[0] if value else "a registered one" for value in (old, new)]
+    if names[0] == names[1]:
+        return f": the source of {names[0]} changed"
+    return f": {' -> '.join(names)}"
 
 
 def _hash_training_adapter(adapter: AdapterConfig) -> str | None:
@@ -159,6 +171,7 @@ class Resume:
             "sample_digests": prepared.manifest.compute_sample_digests(),
             "training_adapter": _hash_training_adapter(config.adapter),
             "noise_levels": describe_default_noise_levels(config.noise, detected),
+            "family": compute_family_fingerprint(detected.family),
             "batch": [size * micro_batches for _, size in sorted(batch_sizes.items())],
             "split": [batches.dp_size, batches.accumulation_steps],
             "started_at": started_at,

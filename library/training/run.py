@@ -29,8 +29,9 @@ from ..distributed.signals import StopSignals
 from ..errors import UserError
 from ..log import ProgressBar
 from ..models.base import Family
-from ..models.detect import DetectedModel, detect_model, get_family_facts
+from ..models.detect import DetectedModel, detect_model
 from ..models.families import FAMILIES
+from ..models.own_families import compute_family_fingerprint, get_family_facts
 from ..models.trained_components import describe_trained_components, list_cached_text_components
 from ..optim.lr_schedulers import build_lr_schedule
 from ..parallel.strategy import Strategy
@@ -176,6 +177,7 @@ def _compute_input_fingerprints(
     """Fingerprint input files, which may be elsewhere on each machine; images take longer and are compared later."""
     return {
         "model": compute_quick_model_fingerprint(detected),
+        "source of the family": str(compute_family_fingerprint(detected.family)),
         "network_weights": compute_quick_file_fingerprint(list(filter(None, [adapter.network_weights]))),
         "base_weights": compute_quick_file_fingerprint(adapter.base_weights),
         "training_adapter": compute_quick_file_fingerprint(list(filter(None, [adapter.training_adapter]))),

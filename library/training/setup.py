@@ -35,9 +35,10 @@ from ..errors import ConfigError
 from ..models.attention import set_attention_mode
 from ..models.base import Family
 from ..models.collect_component_keys import collect_component_keys
-from ..models.detect import DetectedModel, build_control_limits, get_family_facts
+from ..models.detect import DetectedModel, build_control_limits
 from ..models.kohya_objective import convert_values
 from ..models.model_configs import is_tokenizer
+from ..models.own_families import get_family_facts
 from ..models.scheduler_overrides import override_scheduler, use_original_snr
 from ..models.trained_components import list_cached_text_components, select_trained_text_encoders
 from ..optim import lr_schedulers, optimizers

@@ -5,7 +5,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,88 +22,8 @@ from diffusers.pipelines.wan.pipeline_wan_video2video import retrieve_latents
 from PIL import Image
 from torch import Tensor
 
-from library.dataloader.batch import Batch, Cond
-from library.models.base import ControlTextFamily, Family
 from library.models.families import FAMILIES
-
-HEIGHT, WIDTH = 64, 96  # not square, and FRAME not symmetric, so that a swap is detected
-FRAME = [80.0, 120.0, 8.0, 4.0, HEIGHT, WIDTH]
-
-
-def _return_unchanged(latents: Tensor) -> Tensor:
-    return latents
-
-
-@dataclass(frozen=True)
-class TinyCase:
-    """A tiny pipeline, a batch, and the arguments that make the diffusers pipeline compute the same."""
-
-    family: str
-    pipe: Any
-    batch: Batch
-    call: dict[str, Any]
-    """The diffusers pipeline's arguments for the batch's conditioning and sizes."""
-    sizes: dict[str, Any]
-    """The arguments in ``call`` that are not embeddings, for a call with prompts."""
-    encode: Callable[[Any, Tensor, Sequence[torch.Generator]], Tensor]
-    """Encode pixels to latents with a diffusers pipeline: (pipe, pixels, generators)."""
-    source: str
-    """The model path from which ``Family.load`` builds the same kind of model."""
-    pack_latents: Callable[[Tensor], Tensor] = _return_unchanged
-    """Latents of the family -> latents of the diffusers pipeline and its scheduler."""
-    unpack_latents: Callable[[Tensor], Tensor] = _return_unchanged
-    """The inverse of ``pack_latents``."""
-    pack_prediction: Callable[[Tensor], Tensor] | None = None
-    """Latents of the family -> what the diffusers scheduler gets, if it is not what the pipeline takes."""
-    scale: str = "guidance_scale"
-    """The diffusers pipeline's argument for classifier-free guidance."""
-    guidance_off: float = 1.0
-    """The value that disables guidance."""
-    texts: dict[str, Any] = field(default_factory=dict)
-    """Arguments that make the diffusers pipeline encode prompts as the family does."""
-    build_negative: Callable[[Any, str], dict[str, Any]] = lambda pipe, text: {"negative_prompt": text}
-    """Arguments for a negative prompt: (pipe, text)."""
-    build_prompt: Callable[[Any, str, str], dict[str, Any]] | None = None
-    """Arguments for a prompt and a negative one, if these are not texts: (pipe, text, negative text)."""
-
-    encodes_prompts_alone: bool = False
-    """Whether the diffusers pipeline lets texts of different length in a batch affect each other."""
-    simplify_call: Callable[[dict[str, Any]], dict[str, Any]] = lambda arguments: arguments
-    """The arguments of a denoiser call without padding, which the family leaves out."""
-    controls: tuple[Image.Image, ...] = ()
-    """The control images that the text encoder reads with each prompt."""
-    add_channels: Callable[[Tensor], Tensor] = _return_unchanged
-    """Pixels -> what the VAE reads."""
-    max_rows: int = 2
-    """How many rows of the batch the diffusers pipeline takes at once."""
-
-    blocks: tuple[str, ...] = ()
-    """Classes of diffusers in which the reference trainer trains the linear layers."""
-    untrained: str = "$^"
-    """Pattern of the names of linear layers in these blocks that it does not train."""
-
-    def encode_prompts(self, family: Family, pipe: Any, texts: Sequence[str]) -> Cond:
-        """Encode texts, each with the control images."""
-        if isinstance(family, ControlTextFamily):
-            return family.encode_prompts_with_controls(pipe, list(texts), [self.controls] * len(texts))
-        return family.encode_prompts(pipe, list(texts))
-
-    def encode_negative_prompts(self, family: Family, pipe: Any, texts: Sequence[str]) -> Cond:
-        """Encode negative prompts, as previews do."""
-        if family.facts.text.has_negative_encoding:
-            return family.encode_negative_prompts(pipe, list(texts))
-        return self.encode_prompts(family, pipe, texts)
-
-    @property
-    def latent_factor(self) -> int:
-        """Pixels per latent of the family."""
-        return HEIGHT // self.batch.latents.shape[-2]
-
-
-def build_batch(latents: torch.Tensor, cond: Cond) -> Batch:
-    count = len(latents)
-    names = tuple(f"sample {number}" for number in range(count))
-    return Batch(latents, cond, torch.tensor([FRAME] * count), torch.ones(count), tuple(range(count)), names)
+from library.tools.family_check.cases import HEIGHT, WIDTH, TinyCase, build_batch
 
 
 def _draw_tensors(*shapes: tuple[int, ...]) -> list[Tensor]:

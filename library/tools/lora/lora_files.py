@@ -20,8 +20,8 @@ from ...adapters.module_adapter import DOWN, PEFT_SUFFIXES, ModuleAdapter, iter_
 from ...adapters.original_module_names import OriginalModule
 from ...adapters.peft_metadata import PEFT_METADATA_KEY
 from ...errors import FileError, UserError
-from ...models.families import FAMILY_FACTS
 from ...models.known_models import load_known_models
+from ...models.own_families import get_family_facts
 from ...problems import Problem, report_file
 from ..lora_identification import (
     IdentifiedLora,
@@ -134,8 +134,8 @@ def _fit_lora_to_model(tensors: Mapping[str, Tensor], metadata: Mapping[str, str
 def describe_other_family(file: LoraFile) -> str | None:
     """The notice for a file that fits, although its metadata name another family; None if they do not."""
     stated = find_stated_families(file.lora.metadata)
-    architectures = {FAMILY_FACTS[family].lora.modelspec_architecture for family in stated}
-    if not stated or FAMILY_FACTS[file.family].lora.modelspec_architecture in architectures:
+    architectures = {get_family_facts(family).lora.modelspec_architecture for family in stated}
+    if not stated or get_family_facts(file.family).lora.modelspec_architecture in architectures:
         return None
     return (
         f"{file.path.name}: its metadata say that it is for {' or '.join(sorted(stated))}; its layers and sizes are"

@@ -26,10 +26,11 @@ from ...models.checkpoint_inspection import (
 )
 from ...models.checkpoint_shards import list_shard_paths
 from ...models.collect_component_keys import collect_component_keys, list_adaptable_components
-from ...models.detect import DetectedModel, detect_model, get_family_facts
+from ...models.detect import DetectedModel, detect_model
 from ...models.families import FAMILIES, FAMILY_FACTS
 from ...models.loading import load_components_on_meta
 from ...models.model_configs import ModelError
+from ...models.own_families import get_family_facts
 from ...models.single_file import select_component_keys
 from ...problems import report_file
 

@@ -1,0 +1,179 @@
+"""Families of users, outside of this package: ``--family package.module:Class`` and what it has to fulfil; no torch.
+
+A registered family passes the same checks, so that the contract test and users see one list of requirements.
+"""
+
+import hashlib
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..config.schema import ModelConfig
+from ..errors import ConfigError
+from ..problems import Problem
+from ..registry import describe_exception
+from .base import ControlTextFamily, Family, T5Family
+from .facts import FamilyFacts, FamilyMatch
+from .families import FAMILIES, FAMILY_FACTS
+from .model_configs import ConfigReader, ModelError, is_tokenizer
+
+GUIDE = "see docs/adding_a_family.md"
+PREDICTION_TYPES = ("epsilon", "v", "flow")
+
+
+def get_family_facts(family: str) -> FamilyFacts:
+    """The facts of a family by its registered name or its import path ``package.module:Class``."""
+    return FAMILY_FACTS[family] if family in FAMILY_FACTS else load_own_family(family).facts
+
+
+def load_own_family(family: str) -> type[Family]:
+    """Import the class of a user's family; raise all that is missing in it or contradicts itself."""
+    try:
+        found = FAMILIES.get(family)
+    except ConfigError as error:
+        raise ConfigError([replace(problem, option="family") for problem in error.problems]) from None
+    texts = list(_find_missing_parts(found)) or list(find_contradictions(found))
+    if texts:
+        raise ConfigError([Problem("family", f"{family} {text}", GUIDE) for text in texts])
+    return found
+
+
+def _find_missing_parts(family: Any) -> Iterator[str]:
+    """Find what the author of a family has not written yet."""
+    if not (isinstance(family, type) and issubclass(family, Family)):
+        yield "is not a model family; subclass library.models.base.Family"
+        return
+    if not isinstance(getattr(family, "facts", None), FamilyFacts):
+        yield "has no facts; set facts = FamilyFacts(...)"
+    if methods := sorted(family.__abstractmethods__):
+        yield f"does not write {', '.join(methods)}"
+
+
+def find_contradictions(family: type[Family]) -> Iterator[str]:
+    """Find facts of a family that contradict each other or its methods."""
+    facts = family.facts
+    if not facts.pipeline.denoisers:
+        yield "names no component in pipeline.denoisers"
+        return
+    tokenizers = {*filter(is_tokenizer, facts.text.components)}
+    if names := tokenizers ^ {*facts.text.tokenizer_repo_ids}:
+        yield f"has {_join(names)} in only one of text.components and text.tokenizer_repo_ids"
+    if names := {*facts.lora.text_encoders} - {*facts.text.components}:
+        yield f"has {_join(names)} in lora.text_encoders and not in text.components"
+    if names := {*facts.options.components.values()} - {*facts.components}:
+        yield f"has {_join(names)} in options.components, which is none of its components {_join(facts.components)}"
+    if names := {name for name in (*facts.options.components, *facts.options.extra) if not hasattr(ModelConfig, name)}:
+        yield f"has {_join(names)} in its options, which is no option of this program"
+    if names := {*facts.blocks.single_stream_lists} - {*facts.blocks.lists}:
+        yield f"has {_join(names)} in blocks.single_stream_lists and not in blocks.lists"
+    if not facts.lora.targets:
+        yield "has no lora.targets, so nothing would be trained"
+    if names := {str(path) for path in facts.pipeline.configs.values() if not Path(path).is_file()}:
+        yield f"has {_join(names)} in pipeline.configs, which is no file"
+    if (facts.pipeline.frames is not None) != (facts.pipeline.kind == "video"):
+        yield f"has kind {facts.pipeline.kind!r} and frames {facts.pipeline.frames}; videos alone have a rule of frames"
+    yield from _find_class_contradictions(family)
+
+
+def _find_class_contradictions(family: type[Family]) -> Iterator[str]:
+    """Compare the facts with the base class and the methods of the family."""
+    facts = family.facts
+    t5_encoder = facts.text.t5_encoder
+    if (t5_encoder is not None and t5_encoder in facts.lora.text_encoders) != issubclass(family, T5Family):
+        yield "is a T5Family and has no text.t5_encoder in lora.text_encoders, or has one and is no T5Family"
+    if (facts.control.text_tokens_per_image > 0) != issubclass(family, ControlTextFamily):
+        yield "is a ControlTextFamily without control.text_tokens_per_image, or has these and is no ControlTextFamily"
+    if facts.text.has_negative_encoding != (family.encode_negative_prompts is not Family.encode_negative_prompts):
+        yield "has encode_negative_prompts without text.has_negative_encoding, or the reverse"
+
+
+def _join(names: Any) -> str:
+    return ", ".join(sorted(names))
+
+
+def find_class_mismatch(family: str, class_name: object) -> str | None:
+    """Say why a model of this pipeline class is none of a user's family, if it is none."""
+    expected = get_family_facts(family).pipeline.class_name
+    if family in FAMILY_FACTS or class_name == expected:
+        return None
+    return f"model_index.json has the pipeline class {class_name}, and family {family} is for {expected}"
+
+
+def match_family_configs(family: str, read: ConfigReader) -> FamilyMatch | None:
+    """Match the JSON files of a model with a family; errors in a user's ``match_configs`` are those of the family."""
+    facts = get_family_facts(family)
+    if family in FAMILY_FACTS:
+        return facts.detection.match_configs(read)
+    try:
+        match = facts.detection.match_configs(read)
+    except ModelError:
+        raise
+    except Exception as error:  # whatever the user's code raises
+        text = f"{family}: its match_configs fails: {describe_exception(error)}"
+        raise ConfigError([Problem("family", text, GUIDE)]) from None
+    for text in _find_match_problems(match):
+        raise ConfigError([Problem("family", f"{family}: its match_configs {text}", GUIDE)])
+    return match
+
+
+def _find_match_problems(match: Any) -> Iterator[str]:
+    if match is None:
+        return
+    if not isinstance(match, FamilyMatch):
+        yield f"returns a {type(match).__name__}; return a FamilyMatch, or None for a model of another family"
+    elif match.prediction_type not in PREDICTION_TYPES:
+        yield f"returns the prediction type {match.prediction_type!r}; it is one of {', '.join(PREDICTION_TYPES)}"
+    elif not isinstance(match.size_multiple, int) or match.size_multiple < 1:
+        yield f"returns the size multiple {match.size_multiple!r}; it is a number of pixels"
+
+
+def split_random_name(model_name: str) -> tuple[str, str]:
+    """Split ``random:FAMILY:VARIANT`` into family and variant; that of a user's family has a colon of its own."""
+    family, _, rest = model_name.removeprefix("random:").partition(":")
+    is_own = family not in FAMILY_FACTS and bool(rest) and ("." in family or not rest.partition(":")[0].islower())
+    if is_own:
+        class_name, _, rest = rest.partition(":")
+        family = f"{family}:{class_name}"
+    return family, rest
+
+
+def list_own_configs(family: str) -> Mapping[str, str]:
+    """The names under which the configs of a user's family are loaded, by variant."""
+    if ":" not in family:
+        return {}
+    return {variant: str(path.with_suffix("")) for variant, path in get_family_facts(family).pipeline.configs.items()}
+
+
+def compute_family_fingerprint(family: str) -> str | None:
+    """Hash the source of a user's family and of the classes outside of this package that it is made from.
+
+    None is that of a registered family, whose code is that of the release.
+    """
+    if family in FAMILY_FACTS:
+        return None
+    return f"{family} {compute_source_digest(load_own_family(family))}"
+
+
+def compute_source_digest(family: type[Family]) -> str:
+    """Hash the modules outside of this package that a family's class is made from, and its configs.
+
+    Each module counts with the others in its folder, if it is part of a package.  It is empty for a class from here.
+    """
+    package = __name__.partition(".")[0]
+    modules = {each.__module__ for each in family.__mro__} - {"builtins", "abc"}
+    files = set[Path]()
+    for name in modules:
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is not None and name.partition(".")[0] != package:
+            files |= {*Path(file).parent.glob("*.py")} if "." in name else {Path(file)}
+    digest = hashlib.sha256()
+    for path in (*sorted(files), *sorted(family.facts.pipeline.configs.values())):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16] if files else ""
+
+
+def identify_class(family: type[Family]) -> tuple[str, ...]:
+    """The name of a family's class in the keys of caches, with the hash of its source where it is a user's."""
+    return tuple(filter(None, (family.__name__, compute_source_digest(family))))

@@ -1,0 +1,111 @@
+"""The checks of previews: their images are those of the diffusers pipeline, and they leave nothing behind."""
+
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import ImageChops
+from PIL.Image import Image
+
+from ...dataloader.sample_prompts import Prompt
+from ...models.base import Family
+from ...models.noise_schedulers import build_scheduler
+from .cases import TinyCase, ensure, ensure_close
+from .checks import call_pipeline, get_images
+
+
+def build_preview_prompt(case: TinyCase, text: str, negative: str = "", **options: Any) -> Prompt:
+    """Build a prompt in the size of the case, with files of its control images."""
+    paths = [Path(tempfile.mkdtemp(), "control.png") for _ in case.controls]
+    for path, image in zip(paths, case.controls, strict=True):
+        image.save(path)
+    return Prompt(text, negative, **{**case.size_arguments, "control_images": tuple(paths), **options})
+
+
+@torch.no_grad()
+def generate_preview(family: Family, case: TinyCase, sampler: str | None = None, **options: Any) -> Image:
+    """Sample a preview in a few steps."""
+    pipe = case.pipe
+    prompt = build_preview_prompt(
+        case, "a red circle", "blue", **{"num_inference_steps": 3, "cfg_scale": 3.0, **options}
+    )
+    cond = case.encode_prompts(family, pipe, [prompt.text])
+    negative = case.encode_negative_prompts(family, pipe, [prompt.negative_prompt])
+    return family.generate_image(
+        pipe, prompt, cond, negative, generator=torch.Generator().manual_seed(1), sampler=sampler
+    )
+
+
+def check_preview(family: Family, case: TinyCase) -> None:
+    """Compare a preview with the image that the diffusers pipeline samples."""
+    scheduler = case.pipe.scheduler
+    if family.build_noise_process(case.pipe).prediction_type != "flow":
+        case.pipe.scheduler = _build_preview_scheduler(family, case)
+    texts = {"prompt": "a red circle", **case.build_negative(case.pipe, "blue")}
+    if case.build_prompt is not None:
+        texts = case.build_prompt(case.pipe, "a red circle", "blue")
+    arguments = {**texts, **case.texts, "num_inference_steps": 3, case.scale: 3.0}
+    generator = torch.Generator().manual_seed(1)
+    reference = get_images(call_pipeline(case, **arguments, generator=generator, output_type="pil"))[0]
+    reference = reference[0] if isinstance(reference, list) else reference  # of a clip, its only frame
+    case.pipe.scheduler = scheduler
+    ours = generate_preview(family, case)
+    height, width = case.size
+    ensure(ours.size == (width, height), f"the preview has {ours.size} pixels instead of {(width, height)}")
+    # Sums over other padding are rounded in another way.
+    tolerance = 0 if case.simplify_call is TinyCase.simplify_call and case.compares_arguments else 1
+    extrema: Any = ImageChops.difference(ours, reference).getextrema()
+    difference = max(high for _, high in extrema)
+    ensure(difference <= tolerance, f"the preview differs from the pipeline's image by {difference} of 255")
+    is_guided = ours.tobytes() != generate_preview(family, case, cfg_scale=5.0).tobytes()
+    ensure(is_guided, "the scale of guidance in a prompt does not change the preview")
+
+
+def _build_preview_scheduler(family: Family, case: TinyCase) -> Any:
+    """Build the scheduler of previews, which has the noise schedule of the model's own scheduler."""
+    pipe, expected = case.pipe, case.pipe.scheduler.alphas_cumprod
+    components = {**pipe.components, "scheduler": build_scheduler("ddim", pipe.scheduler)}
+    settings = type(pipe)._get_signature_keys(type(pipe))[1]
+    options = {name: pipe.config[name] for name in settings if name in pipe.config}
+    sampled = family.adapt_sampling_pipeline(type(pipe)(**{**components, **options}))
+    reason = "previews are sampled with another noise schedule than the model's; see adapt_sampling_pipeline"
+    ensure_close(sampled.scheduler.alphas_cumprod, expected, reason)
+    return sampled.scheduler
+
+
+def check_preview_state(family: Family, case: TinyCase) -> None:
+    """Generate a preview: the global generator, the scheduler and the training mode of modules are as before."""
+    denoiser = getattr(case.pipe, family.facts.denoiser_name).train()
+    eval_module = list(denoiser.modules())[-1].eval()
+    rng_state, scheduler = torch.random.get_rng_state(), case.pipe.scheduler
+    scheduler_state = dict(vars(scheduler))
+    generate_preview(family, case, "euler")
+    ensure(torch.equal(rng_state, torch.random.get_rng_state()), "a preview draws from torch's global generator")
+    is_same = case.pipe.scheduler is scheduler and vars(scheduler) == scheduler_state
+    ensure(is_same, "a preview changes the scheduler of the pipeline")
+    ensure(denoiser.training and not eval_module.training, "a preview changes the training mode of modules")
+
+
+def check_preview_without_encoders(family: Family, case: TinyCase) -> None:
+    """Generate a preview in bfloat16 from encoded texts, when text encoders are freed."""
+    pipe = family.load(case.detect(), torch.bfloat16)
+    prompt = build_preview_prompt(case, "a", num_inference_steps=2)
+    with torch.no_grad():
+        cond, negative = (case.encode_prompts(family, pipe, [text]) for text in ("a", ""))
+    for part in family.facts.text.components:
+        setattr(pipe, part, None)
+    image = family.generate_image(
+        pipe, prompt, cond, negative, generator=torch.Generator().manual_seed(1), sampler=None
+    )
+    height, width = case.size
+    ensure(image.size == (width, height), f"the preview has {image.size} pixels instead of {(width, height)}")
+
+
+PREVIEW_CHECKS: Mapping[str, Callable[[Family, TinyCase], None]] = {
+    "a preview is the image of the diffusers pipeline": check_preview,
+    "a preview changes no state": check_preview_state,
+    "a preview needs no text encoder and works in bfloat16": check_preview_without_encoders,
+}
+"""The checks by the sentence that they prove."""
