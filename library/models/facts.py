@@ -251,6 +251,8 @@ class SamplingFacts:
     """Scale of classifier-free guidance."""
     image_size: tuple[int, int] = (1024, 1024)
     """Width and height of the image."""
+    frame_images: tuple[Literal["image_path", "end_image_path"], ...] = ()
+    """The images of prompts that clips begin and end with, by the keys of prompts."""
 
     def get_guidance_scale(self, cfg_scale: float | None) -> float:
         """Return the guidance of a prompt that may set its own."""

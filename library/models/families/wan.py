@@ -126,7 +126,7 @@ FACTS = FamilyFacts(
     ),
     sampling=SamplingFacts(num_inference_steps=50, guidance_scale=5.0, image_size=(832, 480)),
     options=FamilyOptions(components={"vae": "vae", "text_encoder": "text_encoder"}),
-    notes="text to video; diffusers folders; previews are single frames",
+    notes="text to video; diffusers folders",
 )
 
 
@@ -176,9 +176,6 @@ class Wan(Family):
 
         return decode_clip_latents(pipe.vae, latents)
 
-    def decode_sampled_latents(self, pipe: Any, latents: Tensor, height: int, width: int) -> Tensor:
-        return self.decode_latents(pipe, latents)[:, :, 0]
-
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         from ..text_encoding import pad_text_embeds
 
@@ -197,7 +194,6 @@ class Wan(Family):
             guidance_scale=self.facts.sampling.get_guidance_scale(prompt.cfg_scale),
             prompt_embeds=pad_text_embeds(cond["embeds"], WAN_TEXT_TOKENS)[0],
             negative_prompt_embeds=pad_text_embeds(negative_cond["embeds"], WAN_TEXT_TOKENS)[0],
-            num_frames=1,
         )
 
 
