@@ -20,6 +20,8 @@ from .errors import UserError
 from .problems import Problem
 
 logger = logging.getLogger(__name__)
+TENSORBOARD_SIDE = 512
+"""The longest side of clips in TensorBoard, which are GIF images: these are large."""
 
 
 def log_images_to_tracker(tracker: Any, images: Mapping[str, bytes], step: int) -> None:
@@ -50,6 +52,8 @@ def log_clips_to_tracker(tracker: Any, clips: Mapping[str, Mapping[str, bytes]],
     decoded = {name: decode_animation(files[".webp"]) for name, files in clips.items()}
     if tracker.name == "tensorboard":
         for name, (frames, fps) in decoded.items():
+            for frame in frames:
+                frame.thumbnail((TENSORBOARD_SIDE, TENSORBOARD_SIDE))
             _write_tensorboard_gif(tracker.writer, name, encode_gif(frames, fps), frames[0].size, step)
         return
     strips = dict[str, bytes]()

@@ -12,56 +12,61 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_ENCODERS = {"libx264": {"crf": "17"}, "mpeg4": {"qscale": "2"}}
+_ENCODERS = {"libx264": {"crf": "17"}, "mpeg4": {"qmin": "2", "qmax": "3"}}
 """The encoders of MP4 files and their quality: the first that the FFmpeg of PyAV has.
 
 PyAV's wheels have both.  MPEG-4 part 2, which FFmpeg encodes without another library, is not played by browsers.
 """
-_BT709 = 1
+_COLOR_MATRICES = {"libx264": 1, "mpeg4": 5}
+"""The matrix of colors: BT.709, or BT.601 where the file cannot name one."""
+
 _MILLISECONDS = 1000
 WEBP_QUALITY = 85
 
 
 def encode_mp4(frames: Sequence["Image"], fps: float) -> bytes:
-    """Encode frames of one size to an MP4 file with BT.709 colors."""
+    """Encode frames of one size to an MP4 file at so many per second."""
     import av
 
     name = next(name for name in _ENCODERS if name in av.codecs_available)
     width, height = frames[0].size
     data = io.BytesIO()
-    with av.open(data, "w", format="mp4", options={"movflags": "faststart"}) as container:
+    with av.open(data, "w", format="mp4") as container:
         stream: Any = container.add_stream(name, rate=Fraction(fps).limit_denominator(1001), options=_ENCODERS[name])
         # Colors of a pixel each have half the size of the frame, so odd sizes are cut by a line.
         stream.width, stream.height, stream.pix_fmt = max(2, width - width % 2), max(2, height - height % 2), "yuv420p"
-        stream.codec_context.colorspace = _BT709
-        for packet in _encode_packets(stream, frames):
+        stream.codec_context.colorspace = _COLOR_MATRICES[name]
+        for packet in _encode_packets(stream, frames, _COLOR_MATRICES[name]):
             container.mux(packet)
     return data.getvalue()
 
 
-def _encode_packets(stream: Any, frames: Sequence["Image"]) -> Iterator[Any]:
+def _encode_packets(stream: Any, frames: Sequence["Image"], matrix: int) -> Iterator[Any]:
     import av
 
     build_frame: Any = av.VideoFrame.from_image
     for image in frames:
         cut = image.convert("RGB").crop((0, 0, stream.width, stream.height))
-        yield from stream.encode(build_frame(cut).reformat(format="yuv420p", dst_colorspace=_BT709))
+        yield from stream.encode(build_frame(cut).reformat(format="yuv420p", dst_colorspace=matrix))
     yield from stream.encode(None)
 
 
 def encode_webp(frames: Sequence["Image"], fps: float, quality: int = WEBP_QUALITY) -> bytes:
     """Encode frames to a WebP image that repeats for ever."""
-    return _encode_animation(frames, "WEBP", _list_durations(len(frames), fps, 1), quality=quality, method=2)
+    colored = [frame.convert("RGB") for frame in frames]
+    return _encode_animation(colored, "WEBP", _list_durations(len(frames), fps, 1), quality=quality, method=2)
 
 
 def encode_gif(frames: Sequence["Image"], fps: float) -> bytes:
     """Encode frames to a GIF image that repeats for ever; it counts time in hundredths of a second."""
-    return _encode_animation(frames, "GIF", _list_durations(len(frames), fps, 10))
+    # Pillow's own choice of colors would take a second for each large frame.
+    reduced = [frame.convert("RGB").quantize(method=2) for frame in frames]  # by a fast octree
+    return _encode_animation(reduced, "GIF", _list_durations(len(frames), fps, 10), optimize=False)
 
 
 def _encode_animation(frames: Sequence["Image"], name: str, durations: list[int], **options: Any) -> bytes:
     data = io.BytesIO()
-    first, *others = (frame.convert("RGB") for frame in frames)
+    first, *others = frames
     first.save(data, name, save_all=True, append_images=others, duration=durations, loop=0, **options)
     return data.getvalue()
 
