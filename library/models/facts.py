@@ -125,6 +125,8 @@ class SingleFileFacts:
 
     Their outputs, one after another, are those of the module.
     """
+    text_patterns: Mapping[str, str] = field(default_factory=dict)
+    """Patterns of the text encoder's keys in transformers, and what other files have there, in order."""
     build_vae_patterns: Callable[[Mapping[str, Any]], Mapping[str, str]] | None = None
     """Build from a VAE's config the patterns of its keys in diffusers, and what files have there, in order."""
 
