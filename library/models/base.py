@@ -216,7 +216,9 @@ class Family(ABC):
         ``cond`` and ``negative_cond`` are the encoded texts of the prompt, so no text encoder is needed here.  All
         random numbers come from ``generator``.  ``sampler`` None is the family's default.
         """
-        return self.generate_frames(pipe, prompt, cond, negative_cond, generator, sampler)[0]
+        return self.generate_frames(
+            pipe, prompt, cond, negative_cond=negative_cond, generator=generator, sampler=sampler
+        )[0]
 
     def generate_frames(
         self,

@@ -176,7 +176,7 @@ FACTS = FamilyFacts(
             "t2i-14B": {"ffn_dim": 13824},
         },
     ),
-    notes="text to video; single files need `--vae` and `--text_encoder`",
+    notes="text to video",
 )
 
 
