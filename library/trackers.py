@@ -1,4 +1,4 @@
-"""Experiment trackers (``--log_with``: wandb, TensorBoard): start, metrics, images, and the settings they are sent."""
+"""Experiment trackers (``--log_with``: wandb, TensorBoard): start, metrics, previews, and the settings they get."""
 
 import io
 import logging
@@ -15,10 +15,13 @@ from .config.options import iter_options
 from .config.schema_output import LogConfig
 from .config.toml_positions import read_toml_with_lines
 from .config.types import parse_env_bool
+from .dataset.clip_encoding import decode_animation, encode_gif, join_frames
 from .errors import UserError
 from .problems import Problem
 
 logger = logging.getLogger(__name__)
+TENSORBOARD_SIDE = 512
+"""The longest side of clips in TensorBoard, which are GIF images: these are large."""
 
 
 def log_images_to_tracker(tracker: Any, images: Mapping[str, bytes], step: int) -> None:
@@ -33,6 +36,41 @@ def log_images_to_tracker(tracker: Any, images: Mapping[str, bytes], step: int) 
         tracker.log_images(opened, step=step)
     else:
         tracker.log_images({name: [image] for name, image in opened.items()}, step=step)
+
+
+def log_clips_to_tracker(tracker: Any, clips: Mapping[str, Mapping[str, bytes]], step: int) -> None:
+    """Log clips, as MP4 and WebP files, to one of accelerate's trackers.
+
+    Trackers that take no clips get the first, the middle and the last frame as an image.
+    """
+    if tracker.name == "wandb":
+        import wandb
+
+        videos = {name: wandb.Video(io.BytesIO(files[".mp4"]), format="mp4") for name, files in clips.items()}
+        tracker.log(videos, step=step)
+        return
+    decoded = {name: decode_animation(files[".webp"]) for name, files in clips.items()}
+    if tracker.name == "tensorboard":
+        for name, (frames, fps) in decoded.items():
+            for frame in frames:
+                frame.thumbnail((TENSORBOARD_SIDE, TENSORBOARD_SIDE))
+            _write_tensorboard_gif(tracker.writer, name, encode_gif(frames, fps), frames[0].size, step)
+        return
+    strips = dict[str, bytes]()
+    for name, (frames, _) in decoded.items():
+        data = io.BytesIO()
+        join_frames(frames).save(data, "PNG")
+        strips[name] = data.getvalue()
+    log_images_to_tracker(tracker, strips, step)
+
+
+def _write_tensorboard_gif(writer: Any, name: str, gif: bytes, size: tuple[int, int], step: int) -> None:
+    """Write an animated GIF as an image, which TensorBoard plays; torch's ``add_video`` does so with moviepy only."""
+    from tensorboard.compat.proto import summary_pb2  # type: ignore[import-untyped]
+
+    image = summary_pb2.Summary.Image(width=size[0], height=size[1], colorspace=3, encoded_image_string=gif)
+    summary = summary_pb2.Summary(value=[summary_pb2.Summary.Value(tag=name, image=image)])
+    writer._get_file_writer().add_summary(summary, step)
 
 
 def resolve_tracker(log: LogConfig) -> str | None:
@@ -109,9 +147,14 @@ class Trackers:
         """Log the metrics of a step."""
         self._call_each(lambda tracker: tracker.log(values, step=step))
 
-    def log_images(self, images: Mapping[str, bytes], step: int) -> None:
-        """Log images, given as PNG files."""
-        self._call_each(lambda tracker: log_images_to_tracker(tracker, images, step))
+    def log_previews(self, previews: Mapping[str, Mapping[str, bytes]], step: int) -> None:
+        """Log images, given as PNG files, and clips, given as MP4 and WebP files; the keys are the extensions."""
+        images = {name: files[".png"] for name, files in previews.items() if ".png" in files}
+        clips = {name: files for name, files in previews.items() if ".png" not in files}
+        if images:
+            self._call_each(lambda tracker: log_images_to_tracker(tracker, images, step))
+        if clips:
+            self._call_each(lambda tracker: log_clips_to_tracker(tracker, clips, step))
 
     def end_training(self) -> None:
         """Close the trackers, when all ranks have logged their last values."""

@@ -32,7 +32,6 @@ KONTEXT_MODULE, KONTEXT_VERSION = "networks.lora_flux", "kontext"
 _VIDEO, _MISSING = "a video model that is not supported yet", "which is not supported"
 MISSING_MODELS = {
     "networks.lora": f"HunyuanVideo, {_VIDEO}",
-    "networks.lora_wan": "Wan, which is trained from folders in diffusers' format only so far",
     "networks.lora_framepack": f"FramePack, {_VIDEO}",
     "networks.lora_hv_1_5": f"HunyuanVideo 1.5, {_VIDEO}",
     "networks.lora_kandinsky": f"Kandinsky 5, {_VIDEO}",
@@ -41,7 +40,19 @@ MISSING_MODELS = {
 }
 """The models of musubi-tuner that cannot be trained here, by their network modules."""
 
-_SUPPORTED = "the models of musubi-tuner that can be trained are FLUX.1 Kontext, FLUX.2, Qwen-Image, Z-Image and Krea 2"
+MISSING_TASKS = {
+    "i2v-14B": "Wan 2.1 I2V, which makes videos from images",
+    "flf2v-14B": "Wan 2.1 FLF2V, which makes videos from a first and a last frame",
+    **dict.fromkeys(("t2v-1.3B-FC", "t2v-14B-FC", "i2v-14B-FC"), "Wan 2.1 Fun-Control, which makes videos from clips"),
+    **dict.fromkeys(("t2v-A14B", "i2v-A14B"), "Wan 2.2, which has two transformers, for high and for low noise"),
+    **dict.fromkeys(("t2v", "i2v"), "HunyuanVideo 1.5"),
+}
+"""The models of musubi-tuner that cannot be trained here, by their tasks; those of Kandinsky 5 begin with k5."""
+
+_SUPPORTED = (
+    "the models of musubi-tuner that can be trained are FLUX.1 Kontext, FLUX.2, Qwen-Image, Wan 2.1 T2V, Z-Image and "
+    "Krea 2"
+)
 
 
 class CachingOption(UnsupportedOption):
@@ -69,8 +80,8 @@ _OTHER_MODEL_OPTIONS = """
     ideogram4_timestep_std image_encoder initial_sigma latent_window_size log_loss_stats model_type nabla_P
     nabla_add_sta nabla_method nabla_wH nabla_wT nabla_wW no_nabla_add_sta no_vae_load noise_clip_std noise_scale_end
     noise_scale_start offload_dit_during_sampling offload_inactive_dit one_frame override_dit sampler_preset
-    scheduler_scale skip_t2i_visual_dummy t5 task text_encoder_clip text_encoder_dtype text_encoder_qwen
-    timestep_boundary unconditional_dit use_unconditional_dit_for_lora_sampling vae_cache_cpu vae_enable_patch_conv
+    scheduler_scale skip_t2i_visual_dummy text_encoder_clip text_encoder_dtype text_encoder_qwen
+    timestep_boundary unconditional_dit use_unconditional_dit_for_lora_sampling vae_enable_patch_conv
     vae_sample_size vae_spatial_tile_sample_min_size vae_tiling validate_caption_structure warn_on_caption_issues
 """.split()
 
@@ -84,6 +95,7 @@ MUSUBI_OPTIONS: Mapping[str, OptionVerdict] = {
         _SWAP,
     ),
     **dict.fromkeys(("turbo_dit", "turbo_dit_cache"), _TURBO),
+    "vae_cache_cpu": NoEffectOption("only where the VAE keeps values between the parts of a clip"),
     "vae_dtype": NoEffectOption("the VAE always runs in fp32"),
     "img_in_txt_in_offloading": NoEffectOption("only blocks are kept in CPU memory: blocks_to_swap"),
     "disable_numpy_memmap": NoEffectOption("only how a file is read"),
@@ -126,11 +138,11 @@ def find_missing_model(settings: Collection[RawSetting]) -> Problem | None:
         if module in NETWORK_MODULES:
             fix = f"name the module of the model, such as {MUSUBI_MODULES[2]}; {_SUPPORTED}"
         return Problem("network_module", text, fix, place=place)
-    if (place := _find_place(settings, "task")) is not None:
-        text = (
-            "is of musubi-tuner's scripts for Wan, HunyuanVideo 1.5, Kandinsky 5 and HiDream-O1, which are missing here"
-        )
-        return Problem("task", text, _SUPPORTED, place=place)
+    task = _find_text(settings, "task")
+    model = "Kandinsky 5" if task.startswith("k5") else MISSING_TASKS.get(task)
+    if model is not None:
+        text = f"{task} is {model}; it is not supported yet"
+        return Problem("task", text, _SUPPORTED, place=_find_place(settings, "task"))
     return None
 
 
@@ -209,7 +221,13 @@ def _has_caching_options_only(names: Collection[str]) -> bool:
     inputs = {"dataset_config", "model_version", *_list_component_names()}
     caching = {name for name, verdict in MUSUBI_OPTIONS.items() if isinstance(verdict, CachingOption)}
     ignored = {name for name, verdict in MUSUBI_OPTIONS.items() if verdict in (_TEXT_PRECISION, _OTHER_MODEL)}
-    is_known = set(names) <= inputs | caching | ignored | {"vae_dtype", "edit", "edit_plus", "vae_chunk_size"}
+    is_known = set(names) <= inputs | caching | ignored | {
+        "vae_cache_cpu",
+        "vae_dtype",
+        "edit",
+        "edit_plus",
+        "vae_chunk_size",
+    }
     return is_known and bool({*names} & (caching | {*_list_component_names()}))
 
 

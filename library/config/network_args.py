@@ -39,6 +39,7 @@ NETWORK_MODULES = {
     "networks.lora_flux_2": "lora",
     "networks.lora_krea2": "lora",
     "networks.lora_qwen_image": "lora",
+    "networks.lora_wan": "lora",
     "networks.lora_zimage": "lora",
     "networks.loha": "loha",
     "networks.lokr": "lokr",
@@ -51,7 +52,13 @@ NETWORK_MODULES = {
 OFT_MODULES = ("networks.oft", "networks.oft_flux")
 """sd-scripts' OFT, which trains no text encoder, and the layers of attention only without ``enable_all_linear``."""
 
-MUSUBI_MODULES = ("networks.lora_flux_2", "networks.lora_krea2", "networks.lora_qwen_image", "networks.lora_zimage")
+MUSUBI_MODULES = (
+    "networks.lora_flux_2",
+    "networks.lora_krea2",
+    "networks.lora_qwen_image",
+    "networks.lora_wan",
+    "networks.lora_zimage",
+)
 """The network modules that musubi-tuner has and sd-scripts has not; networks.lora_flux is in both."""
 
 SHARED_TYPES = ("networks.loha", "networks.lokr")

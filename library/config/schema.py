@@ -68,7 +68,7 @@ class ModelConfig:
     )
     model_version: str | None = define_option(
         None,
-        "version of the model by musubi-tuner's names, such as edit-2511 or klein-base-4b; tells apart files with the "
+        "version of the model by musubi-tuner's names, such as edit-2511 or t2v-14B; tells apart files with the "
         "same weights, and is an error for any other model",
         needs=ALWAYS,
         is_compared_by_content=True,
@@ -76,6 +76,7 @@ class ModelConfig:
         aliases=(
             Alias("edit", "edit", program="musubi-tuner"),
             Alias("edit_plus", "edit-2509", program="musubi-tuner"),
+            Alias("task", program="musubi-tuner"),
         ),
     )
     v2: bool = define_option(
@@ -97,7 +98,8 @@ class ModelConfig:
     )
     byt5: str | None = _define_component("byT5 text encoder of HunyuanImage 2.1: file, folder or hub id")
     text_encoder: str | None = _define_component(
-        "text encoder, where it is a language model: file, folder or hub id", aliases=(Alias("qwen3"), Alias("gemma2"))
+        "text encoder, where it is a language model: file, folder or hub id",
+        aliases=(Alias("qwen3"), Alias("gemma2"), Alias("t5", program="musubi-tuner")),
     )
     ae: str | None = _define_component("alias of vae, for flow-matching models: file, diffusers folder or hub id")
     llm_adapter_path: str | None = _define_component(

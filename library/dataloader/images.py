@@ -192,6 +192,12 @@ def load_preview_controls(prompt: "Prompt") -> "list[Image]":
     return [Image.fromarray(make_condition(prompt.control_from_image, np.asarray(image), rng)) for image in images]
 
 
+def load_frame_images(prompt: "Prompt") -> "tuple[Image | None, Image | None]":
+    """Load the images with which the clip of a preview begins and ends, if there are any."""
+    first, last = (None if path is None else load_rgb_image(path) for path in (prompt.first_image, prompt.last_image))
+    return first, last
+
+
 _PILLOW_FILTERS = {
     "nearest": "NEAREST",
     "bilinear": "BILINEAR",

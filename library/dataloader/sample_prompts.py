@@ -28,7 +28,7 @@ def _locate_nowhere(key: str) -> Place:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt and the settings of its image; None means the default of the model family."""
+    """A prompt and the settings of its image or video; None means the default of the model family."""
 
     text: str
     negative_prompt: str = ""
@@ -40,6 +40,12 @@ class Prompt:
     embedded_guidance: float | None = None
     flow_shift: float | None = None
     sampler: str | None = None
+    num_frames: int | None = None
+    fps: float | None = None
+    first_image: Path | None = None
+    """The image with which the video begins."""
+    last_image: Path | None = None
+    """The image with which the video ends."""
     control_images: tuple[Path, ...] = ()
     control_from_image: str | None = None
     """The way control images are derived from the given ones: a key of ``CONTROLS_FROM_IMAGE``."""
@@ -64,7 +70,7 @@ def load_prompts(path: Path) -> list[Prompt]:
     problems: list[Problem] = []
     prompts = readers[path.suffix.lower()](path, problems)
     source = Place(str(path))
-    return _require_prompts([_resolve_controls(each, path, problems) for each in prompts], source, problems)
+    return _require_prompts([_resolve_images(each, path, problems) for each in prompts], source, problems)
 
 
 def _require_prompts(prompts: list[Prompt], source: Place, problems: list[Problem]) -> list[Prompt]:
@@ -75,14 +81,20 @@ def _require_prompts(prompts: list[Prompt], source: Place, problems: list[Proble
     return prompts
 
 
-def _resolve_controls(prompt: Prompt, path: Path | None, problems: list[Problem]) -> Prompt:
-    """Find the control images of a prompt, from the working directory or next to the file, and check them."""
-    found = tuple(resolve_path(path, str(image), RemoteStore()) for image in prompt.control_images)
-    for image in found:
-        defect = inspect_image(image).problem if image.is_file() else "no such file"
+def _resolve_images(prompt: Prompt, path: Path | None, problems: list[Problem]) -> Prompt:
+    """Find the images of a prompt, from the working directory or next to the file, and check them."""
+
+    def resolve(key: str, image: Path) -> Path:
+        found = resolve_path(path, str(image), RemoteStore())
+        defect = inspect_image(found).problem if found.is_file() else "no such file"
         if defect:
-            problems.append(prompt.report("control_image_path", f"{image}: {defect}"))
-    return replace(prompt, control_images=found)
+            problems.append(prompt.report(key, f"{found}: {defect}"))
+        return found
+
+    ends = {"image_path": prompt.first_image, "end_image_path": prompt.last_image}
+    first, last = (None if image is None else resolve(key, image) for key, image in ends.items())
+    controls = tuple(resolve(_CONTROL_KEY, image) for image in prompt.control_images)
+    return replace(prompt, first_image=first, last_image=last, control_images=controls)
 
 
 def load_preview_prompts(preview: PreviewConfig) -> list[Prompt]:
@@ -91,7 +103,7 @@ def load_preview_prompts(preview: PreviewConfig) -> list[Prompt]:
     if not value or not is_prompt_text(value):
         return load_prompts(Path(value)) if value else []
     problems, source = list[Problem](), Place(flag="--sample_prompts")
-    prompts = [_resolve_controls(each, None, problems) for each in _parse_lines(value, source, problems)]
+    prompts = [_resolve_images(each, None, problems) for each in _parse_lines(value, source, problems)]
     return _require_prompts(prompts, source, problems)
 
 
@@ -153,6 +165,12 @@ def _parse_paths(value: Any) -> tuple[Path, ...]:
     return tuple(map(Path, names))
 
 
+def _parse_path(value: Any) -> Path:
+    if not isinstance(value, str) or not value:
+        raise _InvalidValue(f"expected a path, got {value!r}")
+    return Path(value)
+
+
 def _parse_control_kind(value: Any) -> str:
     if value not in CONTROLS_FROM_IMAGE:
         hint = suggest_name(str(value), CONTROLS_FROM_IMAGE)
@@ -169,24 +187,41 @@ _PROMPT_FIELDS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "sample_steps": ("num_inference_steps", lambda value: _parse_int(value, 1, 1000)),
     "scale": ("cfg_scale", _parse_non_negative),
     "guidance_scale": ("embedded_guidance", _parse_non_negative),
+    "cfg_scale": ("cfg_scale", _parse_non_negative),
     "flow_shift": ("flow_shift", _parse_positive),
+    "discrete_flow_shift": ("flow_shift", _parse_positive),
+    "frame_count": ("num_frames", lambda value: _parse_int(value, 1)),
+    "fps": ("fps", _parse_positive),
+    "image_path": ("first_image", _parse_path),
+    "end_image_path": ("last_image", _parse_path),
     "sample_sampler": ("sampler", _parse_sampler),
     "control_image_path": ("control_images", _parse_paths),
     "control_from_image": ("control_from_image", _parse_control_kind),
 }
-"""The field of ``Prompt`` that each key of a prompt file sets, and the parser of its values."""
+"""The field of ``Prompt`` that each key of a prompt file sets, and the parser of its values.
+
+``cfg_scale`` and ``discrete_flow_shift`` are the names of musubi-tuner for ``scale`` and ``flow_shift``.
+"""
 
 _CONTROL_KEY = "control_image_path"
-_TEXT_KEYS = frozenset({"prompt", "negative_prompt", "sample_sampler", "control_from_image", _CONTROL_KEY})
+_TEXT_KEYS = frozenset(
+    ("prompt", "negative_prompt", "sample_sampler", "control_from_image", "image_path", "end_image_path", _CONTROL_KEY)
+)
 
 _SHORT_OPTIONS: Mapping[str, str] = {
     **{"n": "negative_prompt", "w": "width", "h": "height", "d": "seed", "s": "sample_steps", "l": "scale"},
     **{"ss": "sample_sampler", "g": "guidance_scale", "cn": "controlnet_image", "ctr": "cfg_trunc_ratio"},
     **{"rcfg": "renorm_cfg", "fs": "flow_shift", "ci": _CONTROL_KEY, "cf": "control_from_image"},
+    **{"f": "frame_count", "fps": "fps", "i": "image_path", "ei": "end_image_path", "of": "one_frame"},
 }
 
+_NO_CONTROL = (
+    "ControlNet images and control clips are not supported; control images of editing models are set with --ci"
+)
 _UNSUPPORTED_KEYS: Mapping[str, str] = {
-    "controlnet_image": "ControlNet images are not supported; control images of editing models are set with --ci",
+    "controlnet_image": _NO_CONTROL,
+    "control_video_path": _NO_CONTROL,
+    "one_frame": "one-frame inference (FramePack, Wan I2V) is not supported; --f 1 makes an image",
     "cfg_trunc_ratio": "for Lumina only; remove it",
     "renorm_cfg": "for Lumina only; remove it",
 }
@@ -301,6 +336,8 @@ def _build_prompt(
         else:
             try:
                 field_name, parse = _PROMPT_FIELDS[key]
+                if field_name in fields:
+                    raise _InvalidValue("is set twice, by two names")
                 fields[field_name] = parse(value)
             except _InvalidValue as error:
                 add_problem(key, str(error))

@@ -198,6 +198,10 @@ class Family(ABC):
         """Adapt the pipeline of one preview, whose modules are shared with training, before it is called."""
         return sampling_pipe
 
+    def build_frame_image_kwargs(self, pipe: Any, first: Image | None, last: Image | None) -> dict[str, Any]:
+        """Build the arguments of the diffusers pipeline's call for the images with which a clip begins and ends."""
+        return {name: image for name, image in (("image", first), ("last_image", last)) if image is not None}
+
     def generate_image(
         self,
         pipe: Any,
@@ -207,17 +211,32 @@ class Family(ABC):
         generator: torch.Generator,
         sampler: str | None,
     ) -> Image:
-        """Sample one preview image with the diffusers pipeline and the modules in memory.
+        """Sample one preview image with the diffusers pipeline and the modules in memory; of a clip, the first frame.
 
         ``cond`` and ``negative_cond`` are the encoded texts of the prompt, so no text encoder is needed here.  All
         random numbers come from ``generator``.  ``sampler`` None is the family's default.
         """
-        from ..dataloader.images import load_preview_controls
-        from .sampling import sample_image
+        return self.generate_frames(
+            pipe, prompt, cond, negative_cond=negative_cond, generator=generator, sampler=sampler
+        )[0]
+
+    def generate_frames(
+        self,
+        pipe: Any,
+        prompt: Prompt,
+        cond: Cond,
+        negative_cond: Cond,
+        generator: torch.Generator,
+        sampler: str | None,
+    ) -> list[Image]:
+        """Sample all frames of a preview as ``generate_image`` does; an image is one frame."""
+        from ..dataloader.images import load_frame_images, load_preview_controls
+        from .sampling import sample_frames
 
         sampling_kwargs = self.build_sampling_kwargs(pipe, prompt, cond, negative_cond)
         sampling_kwargs |= self.build_control_kwargs(pipe, load_preview_controls(prompt))
-        return sample_image(self, pipe, prompt, sampling_kwargs, generator=generator, sampler=sampler)
+        sampling_kwargs |= self.build_frame_image_kwargs(pipe, *load_frame_images(prompt))
+        return sample_frames(self, pipe, prompt, sampling_kwargs, generator=generator, sampler=sampler)
 
 
 class T5Family(Family):

@@ -16,6 +16,7 @@ from .model_configs import (
     ModelError,
     build_folder_reader,
     build_hub_reader,
+    has_config_value,
     is_tokenizer,
     list_family_configs,
     load_bundled_config,
@@ -49,7 +50,11 @@ class ComponentSignature:
 _COMPONENT_SIGNATURES: Mapping[str, tuple[str, str, int]] = {
     "vae": (r"(?:^|\.)decoder\.(?:conv_in|conv1)\.weight$", "VAE with {} latent channels", 1),
     "clip": (r"(?:^|\.)(?:token_embedding\.weight)$", "CLIP text encoder of width {}", 1),
-    "t5": (r"(?:^|\.)encoder\.block\.0\.layer\.0\.SelfAttention\.q\.weight$", "T5 text encoder of width {}", 1),
+    "t5": (
+        r"(?:^|\.)(?:encoder\.block\.0\.layer\.0\.SelfAttention|blocks\.0\.attn)\.q\.weight$",
+        "T5 text encoder of width {}",
+        1,
+    ),
     "llm": (r"(?:^|\.)(?:embed_tokens|word_embeddings)\.weight$", "language model of width {}", 1),
     "llm_adapter": (r"(?:^|\.)blocks\.0\.norm_cross_attn\.weight$", "adapter of Anima of width {}", 0),
 }
@@ -110,7 +115,7 @@ def match_bundled_configs(
     return [
         name
         for name, config in configs.items()
-        if all(bool(denoisers[name].get(key)) == value for key, value in (version or {}).items())
+        if all(has_config_value(denoisers[name], key, value) for key, value in (version or {}).items())
         and all(
             actual == expected or (version and actual is False)
             for actual, expected in _iter_shape_checks(header, facts, config)
@@ -227,6 +232,7 @@ def _describe_file_type(first_bytes: bytes) -> str:
 _SIGNATURE_BY_CLASS: Mapping[str, tuple[str, str]] = {
     "AutoencoderKL": ("vae", "latent_channels"),
     "AutoencoderKLQwenImage": ("vae", "z_dim"),
+    "AutoencoderKLWan": ("vae", "z_dim"),
     "AutoencoderKLHunyuanImage": ("vae", "latent_channels"),
     "CLIPTextModel": ("clip", "hidden_size"),
     "CLIPTextModelWithProjection": ("clip", "hidden_size"),

@@ -36,6 +36,7 @@ from .model_configs import (
     build_bundled_reader,
     build_folder_reader,
     build_hub_reader,
+    has_config_value,
     is_tokenizer,
     list_family_configs,
     load_bundled_config,
@@ -416,8 +417,9 @@ def validate_version(version: str, facts: FamilyFacts, read: ConfigReader) -> It
         return
     config = read(f"{facts.denoiser_name}/config.json") or {}
     for key, expected in known[version].items():
-        if bool(config.get(key)) != expected:
-            theirs, ours = (str(value).lower() for value in (expected, not expected))
+        if not has_config_value(config, key, expected):
+            actual = bool(config.get(key)) if isinstance(expected, bool) else config.get(key)
+            theirs, ours = (str(value).lower() for value in (expected, actual))
             text = f"{version} has {key} {theirs} in its config, and the model {ours}"
             yield Problem("model_version", text, "leave it out, and the model's files decide")
 

@@ -131,6 +131,8 @@ class SingleFileFacts:
 
     Their outputs, one after another, are those of the module.
     """
+    text_patterns: Mapping[str, str] = field(default_factory=dict)
+    """Patterns of the text encoder's keys in transformers, and what other files have there, in order."""
     build_vae_patterns: Callable[[Mapping[str, Any]], Mapping[str, str]] | None = None
     """Build from a VAE's config the patterns of its keys in diffusers, and what files have there, in order."""
 
@@ -257,6 +259,8 @@ class SamplingFacts:
     """Scale of classifier-free guidance."""
     image_size: tuple[int, int] = (1024, 1024)
     """Width and height of the image."""
+    frame_images: tuple[Literal["image_path", "end_image_path"], ...] = ()
+    """The images of prompts that clips begin and end with, by the keys of prompts."""
 
     def get_guidance_scale(self, cfg_scale: float | None) -> float:
         """Return the guidance of a prompt that may set its own."""

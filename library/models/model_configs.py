@@ -30,6 +30,11 @@ def list_bundled_configs() -> list[str]:
     return sorted(path.stem for path in _CONFIG_DIR.glob("*.json"))
 
 
+def has_config_value(config: Mapping[str, Any], key: str, expected: object) -> bool:
+    """Whether a config has this value; a key that is missing is false."""
+    return bool(config.get(key)) is expected if isinstance(expected, bool) else config.get(key) == expected
+
+
 def list_family_configs(family: str) -> list[str]:
     """The names of one family, the main config first; those of flux_kontext are none of flux."""
     names = [name for name in list_bundled_configs() if name == family or name.startswith(f"{family}_")]

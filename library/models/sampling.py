@@ -1,4 +1,4 @@
-"""Sample preview images: a diffusers pipeline around the modules in memory, with a scheduler of its own.
+"""Sample preview images and clips: a diffusers pipeline around the modules in memory, with a scheduler of its own.
 
 The denoising loop and its classifier-free guidance are those of the pipeline.
 """
@@ -31,15 +31,15 @@ def use_eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def sample_image(
+def sample_frames(
     family: "Family",
     pipe: Any,
     prompt: Prompt,
     sampling_kwargs: Mapping[str, Any],
     generator: torch.Generator,
     sampler: str | None,
-) -> Image:
-    """Sample one image; ``sampling_kwargs`` are the family's arguments of the pipeline's call."""
+) -> list[Image]:
+    """Sample the frames of a clip, or one image; ``sampling_kwargs`` are the family's arguments of the pipeline."""
     if family.build_noise_process(pipe).prediction_type == "flow":
         scheduler = build_flow_scheduler(pipe.scheduler, prompt.flow_shift)
     else:
@@ -48,14 +48,17 @@ def sample_image(
     width, height = family.facts.sampling.get_image_size(prompt.width, prompt.height)
     steps = prompt.num_inference_steps or family.facts.sampling.num_inference_steps
     kwargs = {"num_inference_steps": steps, **sampling_kwargs, "width": width, "height": height}
+    if family.facts.pipeline.frames is not None:
+        kwargs["num_frames"] = prompt.num_frames or 1
     with use_eval_mode(getattr(sampling_pipe, family.facts.denoiser_name)):
         output = sampling_pipe(generator=generator, output_type="latent", **kwargs)
     latents = output.frames if hasattr(output, "frames") else output.images
     # Decode outside of the pipeline, which would cast the float32 VAE to the denoiser's dtype.
     pixels = family.decode_sampled_latents(sampling_pipe, latents, height, width)
     processor = getattr(sampling_pipe, "image_processor", None) or sampling_pipe.video_processor
-    image: Image = processor.postprocess(pixels, output_type="pil")[0]
-    return image
+    frames = pixels[0].transpose(0, 1) if pixels.ndim == 5 else pixels[:1]  # (frames, channels, height, width)
+    images: list[Image] = processor.postprocess(frames, output_type="pil")
+    return images
 
 
 def _build_sampling_pipeline(pipe: Any, scheduler: Any) -> Any:

@@ -29,7 +29,7 @@ class KeyConversion:
     joins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Names of modules that files have instead of one in the layout: see ``SingleFileFacts.joins``."""
     patterns: Mapping[str, str] = field(default_factory=dict)
-    """Patterns of keys in diffusers, and what they are in the file, where diffusers converts none."""
+    """Patterns of keys in diffusers or transformers, and what they are in files that are converted by these."""
 
 
 def build_key_conversion(facts: FamilyFacts, component: str, config: Mapping[str, Any]) -> KeyConversion:
@@ -37,6 +37,8 @@ def build_key_conversion(facts: FamilyFacts, component: str, config: Mapping[str
     conversion = KeyConversion(facts.single_files.classes.get(component), facts.single_files.renames)
     if component == "vae" and facts.single_files.build_vae_patterns is not None:
         return replace(conversion, patterns=facts.single_files.build_vae_patterns(config))
+    if component in facts.text.components:
+        return replace(conversion, patterns=facts.single_files.text_patterns)
     if component != facts.denoiser_name:
         return conversion
     return replace(conversion, layout=facts.single_files.layout, joins=facts.single_files.joins)
@@ -57,7 +59,7 @@ def load_single_file_component(
     is_text_encoder = component_class.__module__.startswith("transformers.")
     try:
         if is_text_encoder:
-            converted = _convert_text_encoder_keys(model, tensors, prefix)
+            converted = _convert_text_encoder_keys(model, tensors, prefix, conversion.patterns)
         else:
             tensors = {_rename_start(name, conversion.renames, prefix): tensor for name, tensor in tensors.items()}
             converted = _convert_keys(model, tensors, prefix, conversion)
@@ -159,7 +161,9 @@ def _convert_by_layout(
     return converted
 
 
-def _convert_text_encoder_keys(model: Any, tensors: dict[str, Tensor], prefix: str) -> Mapping[str, Tensor]:
+def _convert_text_encoder_keys(
+    model: Any, tensors: dict[str, Tensor], prefix: str, patterns: Mapping[str, str]
+) -> Mapping[str, Tensor]:
     """Convert to the keys of the installed transformers, which differ between versions."""
     from diffusers.loaders import single_file_utils
 
@@ -168,6 +172,8 @@ def _convert_text_encoder_keys(model: Any, tensors: dict[str, Tensor], prefix: s
         convert: Any = single_file_utils.convert_open_clip_checkpoint
         tensors = convert(model, tensors, prefix="")
     known = model.state_dict()
+    if patterns and not known.keys() & tensors.keys():
+        return _convert_by_patterns(model, tensors, patterns)
     own_keys = {_strip_wrapper_modules(name): name for name in known}
     converted = {own_keys.get(_strip_wrapper_modules(name), name): tensor for name, tensor in tensors.items()}
     if "text_projection.weight" in known and "text_projection.weight" not in converted:  # SD3 checkpoints lack it

@@ -190,8 +190,28 @@ def _validate_prompt(prompt: Prompt, model: DetectedModel) -> Iterator[Problem]:
                 yield prompt.report(key, f"{side} is not a multiple of {step} ({title})", f"use {sizes}")
     elif prompt.flow_shift is not None:
         yield prompt.report("flow_shift", f"for flow-matching models only, not for {title}", "leave it out")
+    yield from _validate_frames(prompt, model)
     if prompt.embedded_guidance is not None and not model.has_guidance_embeds:
         yield prompt.report("guidance_scale", f"{title} has no guidance embedding", "use --l")
+
+
+def _validate_frames(prompt: Prompt, model: DetectedModel) -> Iterator[Problem]:
+    """Check what a prompt says of the frames of its clip."""
+    facts = get_family_facts(model.family)
+    rule, frames = facts.pipeline.frames, prompt.num_frames
+    if rule is None:
+        if frames not in (None, 1):
+            yield prompt.report("frame_count", f"{facts.title} makes images, not {frames} frames", "leave it out")
+        if prompt.fps is not None:
+            yield prompt.report("fps", f"{facts.title} makes images", "leave it out")
+    elif frames is not None and (below := rule.round_down(frames)) != frames:
+        text = f"{facts.title} makes {rule.stride} x N + 1 frames, not {frames}"
+        yield prompt.report("frame_count", text, f"use {below} or {below + rule.stride}")
+    ends = {"image_path": prompt.first_image, "end_image_path": prompt.last_image}
+    for key, word in (("image_path", "begin"), ("end_image_path", "end")):
+        if ends[key] is not None and key not in facts.sampling.frame_images:
+            fix = "use --ci for a control image" if build_control_limits(model).most else "leave it out"
+            yield prompt.report(key, f"what {facts.title} makes cannot {word} with an image", fix)
 
 
 def _detect_without_options(model: ModelConfig) -> DetectedModel | None:

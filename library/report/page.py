@@ -13,6 +13,7 @@ from typing import Any
 
 from .. import __version__
 from ..atomic_files import write_atomic
+from ..dataset.clip_encoding import decode_animation, encode_webp, select_spread_frames
 from .charts import build_curves, build_group_charts, build_validation_charts
 from .metric_series import MetricTable
 from .preview_grid import PreviewRow, format_column_label, select_evenly_spaced
@@ -21,6 +22,8 @@ from .rendering import build_environment, read_assets
 SHOWN_PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "safetensors", "numpy", "pillow")
 UPDATE_NORM_PREFIX = "update/kind/"
 PREVIEW_WIDTH, MAX_PREVIEW_COLUMNS, MAX_PREVIEW_ROWS = 192, 8, 16
+MAX_PREVIEW_FRAMES, CLIP_QUALITY = 24, 60
+"""Frames of a clip on the page, which is one file; those that are left out do not shorten it."""
 
 
 @dataclass(frozen=True)
@@ -137,13 +140,26 @@ def _encode_image(path: Path) -> dict[str, Any]:
 
     try:
         with Image.open(path) as file:
+            is_clip = getattr(file, "n_frames", 1) > 1
             image = file.convert("RGB")
+        content = _encode_small_clip(path.read_bytes()) if is_clip else b""
     except OSError:
         return {}
     image.thumbnail((PREVIEW_WIDTH * 2, PREVIEW_WIDTH * 2))
-    data = io.BytesIO()
-    image.save(data, "JPEG", quality=88)
-    return {"data": base64.b64encode(data.getvalue()).decode(), "width": min(PREVIEW_WIDTH, image.width * 2)}
+    if not is_clip:
+        data = io.BytesIO()
+        image.save(data, "JPEG", quality=88)
+        content = data.getvalue()
+    url = f"data:image/{'webp' if is_clip else 'jpeg'};base64,{base64.b64encode(content).decode()}"
+    return {"url": url, "width": min(PREVIEW_WIDTH, image.width * 2)}
+
+
+def _encode_small_clip(data: bytes) -> bytes:
+    frames, fps = decode_animation(data)
+    shown = select_spread_frames(frames, MAX_PREVIEW_FRAMES)
+    for frame in shown:
+        frame.thumbnail((PREVIEW_WIDTH, PREVIEW_WIDTH))
+    return encode_webp(shown, fps * len(shown) / len(frames), CLIP_QUALITY)
 
 
 def _describe_environment() -> str:

@@ -1,8 +1,10 @@
 """The preview grid (``NAME.before_after.png``): a row for each prompt, a column for each step or epoch with previews.
 
-It is assembled from the files in ``sample``, which several ranks may have written.
+It is assembled from the files in ``sample``, which several ranks may have written.  Of a clip it shows the first frame,
+the middle one and the last one.
 """
 
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..dataloader.contact_sheet_text import TextRenderer
+from ..dataset.clip_encoding import decode_animation, join_frames
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
 MAX_GRID_COLUMNS, MAX_GRID_ROWS = 6, 16
 CELL_AREA = 208 * 208
 """Pixels of each image on the grid; smaller ones are enlarged."""
+STRIP_AREA = CELL_AREA * 3 // 2
+"""Pixels of the three frames of a clip."""
 
 GRID_MARGIN, GRID_GAP, LABEL_WIDTH, COLUMN_HEADING_HEIGHT, TEXT_LINE_HEIGHT, FONT_SIZE = 20, 8, 170, 34, 20, 15
 BACKGROUND = (255, 255, 255)
@@ -40,10 +45,11 @@ def write_preview_grid(
 
 
 def find_preview_files(preview_dir: Path, name: str, newer_than: float) -> dict[int, PreviewRow]:
-    """Find the previews of each prompt number, in the order in which they were written."""
-    pattern = re.compile(re.escape(name) + r"_(e?\d{6,})_(\d{2,})_\d{14}_\d+\.png")
+    """Find the previews of each prompt number in the order of writing: PNG files, and the WebP files of clips."""
+    pattern = re.compile(re.escape(name) + r"_(e?\d{6,})_(\d{2,})_\d{14}_\d+\.(png|webp)")
     rows: defaultdict[int, PreviewRow] = defaultdict(dict)
-    paths = {path: path.stat().st_mtime for path in preview_dir.glob("*.png") if path.is_file()}
+    found = itertools.chain(preview_dir.glob("*.png"), preview_dir.glob("*.webp"))
+    paths = {path: path.stat().st_mtime for path in found if path.is_file()}
     for path in sorted(paths, key=lambda path: (paths[path], path.name)):
         match = pattern.fullmatch(path.name)
         if match and paths[path] >= newer_than:
@@ -106,7 +112,10 @@ def _load_resized(path: Path) -> "Image":
     from PIL import Image
 
     with Image.open(path) as file:
+        is_clip = getattr(file, "n_frames", 1) > 1
         image = file.convert("RGB")
-    scale = (CELL_AREA / (image.width * image.height)) ** 0.5
+    if is_clip:
+        image = join_frames(decode_animation(path.read_bytes())[0])
+    scale = ((STRIP_AREA if is_clip else CELL_AREA) / (image.width * image.height)) ** 0.5
     size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
     return image.resize(size, Image.Resampling.LANCZOS)

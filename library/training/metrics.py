@@ -190,6 +190,6 @@ class TrainingLogger:
             "samples/s": f"{throughput['speed/samples_per_second']:.1f}",
         }
 
-    def log_images(self, run: TrainingRun, images: Mapping[str, bytes]) -> None:
+    def log_previews(self, run: TrainingRun, previews: Mapping[str, Mapping[str, bytes]]) -> None:
         """Log previews to the trackers; their files are on disk anyway."""
-        self.trackers.log_images(images, run.state.step)
+        self.trackers.log_previews(previews, run.state.step)

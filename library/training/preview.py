@@ -1,12 +1,13 @@
-"""The preview callback: generate sample images during training, with the prompts distributed over the ranks.
+"""The preview callback: generate sample images and clips during training, with the prompts distributed over the ranks.
 
-Prompt files are read in ``dataloader.sample_prompts``; an image is sampled in ``models.sampling``.
+Prompt files are read in ``dataloader.sample_prompts``; frames are sampled in ``models.sampling``.
 """
 
 import io
+import itertools
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,8 @@ from torch import nn
 from ..config.schema_output import PreviewConfig
 from ..dataloader.images import load_preview_controls
 from ..dataloader.sample_prompts import Prompt
+from ..dataset.clip_encoding import encode_mp4, encode_webp
+from ..dataset.frame_windows import FrameRule
 from ..models.sampling import use_eval_mode
 from ..models.training_adapter import bypass_training_adapter
 from ..optim.optimizers import use_eval_weights
@@ -44,7 +47,7 @@ def move_temporarily(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 class Preview:
-    """Generate an image for each prompt of ``--sample_prompts`` every n steps or epochs."""
+    """Generate an image or a clip for each prompt of ``--sample_prompts`` every n steps or epochs."""
 
     id = "preview"
     is_deferrable = True
@@ -71,23 +74,26 @@ class Preview:
         with use_eval_weights(run.optimizer), use_eval_mode(model), bypass_training_adapter(model):
             drawn = self._generate_for_rank(run)
         if run.metric_logger.has_trackers:
-            images = sorted(image for images in run.strategy.comm.all_gather_object(drawn) for image in images)
-            run.metric_logger.log_images(run, {f"preview/{index:02d}": image for index, image in images})
+            previews = dict(itertools.chain.from_iterable(run.strategy.comm.all_gather_object(drawn)))
+            named = {f"preview/{index:02d}": previews[index] for index in sorted(previews)}
+            run.metric_logger.log_previews(run, named)
 
-    def _generate_for_rank(self, run: TrainingRun) -> list[tuple[int, bytes]]:
-        """Generate the images of this rank; return them as PNG files with the index of their prompt."""
-        drawn = []
+    def _generate_for_rank(self, run: TrainingRun) -> list[tuple[int, Mapping[str, bytes]]]:
+        """Generate the previews of this rank; return the files of each by extension, with the index of its prompt."""
+        drawn = list[tuple[int, Mapping[str, bytes]]]()
         for index, prompt in enumerate(self.prompts):
             is_mine = index % run.strategy.comm.world_size == run.strategy.comm.rank
             if not (is_mine or run.strategy.has_collective_forward):
                 continue
-            image = None
+            frames = None
             try:
-                image, seed = self._generate_image(run, index, prompt)
+                frames, seed = self._generate_frames(run, index, prompt)
                 if is_mine:
-                    drawn.append((index, self._save_image(run, index, image, seed)))
+                    files = encode_preview(frames, prompt.fps, run.task.family.facts.pipeline.frames)
+                    self._save_files(run, index, files, seed)
+                    drawn.append((index, files))
             except Exception as error:  # such as out of memory, or a limit of the sampler
-                is_collective = run.strategy.has_collective_forward and image is None
+                is_collective = run.strategy.has_collective_forward and frames is None
                 if is_collective and not self._has_failed_on_all_ranks(run, index):
                     raise  # the other ranks wait in a collective of this image
                 logger.warning("preview %d (%s) failed and is skipped: %s", index, prompt.text, error)
@@ -98,8 +104,8 @@ class Preview:
             f"preview {index} after step {run.state.step}", ALL_RANKS_TIMEOUT_SECONDS
         )
 
-    def _generate_image(self, run: TrainingRun, index: int, prompt: Prompt) -> "tuple[Image, int]":
-        """Return the image and its seed."""
+    def _generate_frames(self, run: TrainingRun, index: int, prompt: Prompt) -> "tuple[list[Image], int]":
+        """Return the frames and their seed."""
         task, seed = run.task, prompt.seed
         if seed is None:
             seed = derive_seed(run.config.train.seed, Purpose.PREVIEW, index) % 2**32
@@ -110,18 +116,26 @@ class Preview:
             generator = torch.Generator().manual_seed(seed)
             sampler = prompt.sampler or self.config.sample_sampler
             with move_temporarily(task.pipe.vae, task.to_device.device):
-                return task.family.generate_image(
+                return task.family.generate_frames(
                     task.pipe, prompt, cond, negative_cond=negative, generator=generator, sampler=sampler
                 ), seed
 
-    def _save_image(self, run: TrainingRun, index: int, image: "Image", seed: int) -> bytes:
-        """Write the PNG file and return its content."""
+    def _save_files(self, run: TrainingRun, index: int, files: Mapping[str, bytes], seed: int) -> None:
         epoch = run.plan.get_epoch_ended_at(run.state.step)
         when = f"e{epoch:06d}" if self.config.sample_every_n_epochs and epoch else f"{run.state.step:06d}"
-        path = self.output_dir / f"{self.name}_{when}_{index:02d}_{time.strftime('%Y%m%d%H%M%S')}_{seed}.png"
-        data = io.BytesIO()
-        image.save(data, "PNG")
+        stem = f"{self.name}_{when}_{index:02d}_{time.strftime('%Y%m%d%H%M%S')}_{seed}"
         self.output_dir.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data.getvalue())
-        self.saved_paths.append(path)
-        return data.getvalue()
+        for extension, data in files.items():
+            path = self.output_dir / f"{stem}{extension}"
+            path.write_bytes(data)
+            self.saved_paths.append(path)
+
+
+def encode_preview(frames: "Sequence[Image]", fps: float | None, rule: FrameRule | None) -> dict[str, bytes]:
+    """Encode a preview as a PNG file, or a clip as MP4 and WebP; ``fps`` None is the rate of the model."""
+    if len(frames) == 1 or rule is None:
+        data = io.BytesIO()
+        frames[0].save(data, "PNG")
+        return {".png": data.getvalue()}
+    rate = fps or rule.fps
+    return {".mp4": encode_mp4(frames, rate), ".webp": encode_webp(frames, rate)}

@@ -50,8 +50,8 @@ class MetricLogger(Protocol):
     def has_trackers(self) -> bool:
         """Whether images go anywhere but to disk; the same on all ranks."""
 
-    def log_images(self, run: "TrainingRun", images: Mapping[str, bytes]) -> None:
-        """Log previews of all ranks, given as PNG files."""
+    def log_previews(self, run: "TrainingRun", previews: Mapping[str, Mapping[str, bytes]]) -> None:
+        """Log previews of all ranks, each given as its files by extension."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class NullMetricLogger:
 
     def log_values(self, run: "TrainingRun", values: Mapping[str, float]) -> None: ...
 
-    def log_images(self, run: "TrainingRun", images: Mapping[str, bytes]) -> None: ...
+    def log_previews(self, run: "TrainingRun", previews: Mapping[str, Mapping[str, bytes]]) -> None: ...
 
 
 def is_interval_reached(plan: RunPlan, step: int, *, steps: int | None = None, epochs: int | None = None) -> bool:

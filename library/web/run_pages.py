@@ -2,6 +2,7 @@
 
 import glob
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -79,7 +80,7 @@ def send_charts(request: Request) -> Response:
 
 
 def send_previews(request: Request) -> Response:
-    """The files of the previews, by prompt and by step or epoch."""
+    """The files of the previews, by prompt and by step or epoch; clips also as MP4 files."""
     run = _get_reader(request).get_run(request.path_params["key"])
     summary, folders = _get_reader(request).read_summary(run), get_workbench(request).folders
     rows = run.read_previews(summary.started_at if summary is not None else 0.0)
@@ -87,14 +88,21 @@ def send_previews(request: Request) -> Response:
     columns = sorted(
         {column for row in rows.values() for column in row}, key=lambda name: (int(name.lstrip("e")), name)
     )
+
+    def make_url(path: Path) -> str:
+        return f"/image/{quote(folders.make_key(path))}"
+
     return JSONAnswer(
         {
             "columns": [{"id": column, "label": format_column_label(column)} for column in columns],
             "rows": [
                 {
                     "prompt": prompts[number] if number < len(prompts) else f"prompt {number + 1}",
-                    "images": {
-                        column: f"/image/{quote(folders.make_key(path))}" for column, path in rows[number].items()
+                    "images": {column: make_url(path) for column, path in rows[number].items()},
+                    "clips": {
+                        column: make_url(clip)
+                        for column, path in rows[number].items()
+                        if (clip := path.with_suffix(".mp4")).is_file()
                     },
                 }
                 for number in sorted(rows)
@@ -140,9 +148,15 @@ def send_comparison(request: Request) -> Response:
 
 
 def send_image(request: Request) -> Response:
-    """A preview, as it is on disk."""
+    """A preview, an image or a clip, as it is on disk."""
     path = get_workbench(request).folders.resolve_key(request.path_params["key"])
-    kinds = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
+    kinds = {
+        ".png": "image/png",
+        ".jpg": "image/jpeg",
+        ".jpeg": "image/jpeg",
+        ".webp": "image/webp",
+        ".mp4": "video/mp4",
+    }
     if path.suffix.lower() not in kinds or not path.is_file():
         raise UserError(report_file(path.name, "no such image"))
     return FileResponse(path, media_type=kinds[path.suffix.lower()], headers={"Cache-Control": "private, max-age=3600"})

@@ -41,6 +41,36 @@ def test_a_family_passes_the_checks_of_the_program(sentence, case):
         assert not case[0].facts.lora.text_encoders
 
 
+VIDEO_FAMILIES = [name for name, facts in FAMILY_FACTS.items() if facts.pipeline.frames is not None]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", VIDEO_FAMILIES)
+def test_a_preview_of_several_frames_is_the_clip_that_the_diffusers_pipeline_samples(name, build_case):
+    family, tiny = build_case(name)
+    num_frames = family.facts.pipeline.frames.stride + 1
+    theirs = tiny.pipe(
+        "a red circle",
+        **tiny.build_negative(tiny.pipe, "blue"),
+        **SIZE,
+        **{**tiny.texts, "num_frames": num_frames, tiny.scale: 3.0},
+        num_inference_steps=2,
+        generator=torch.Generator().manual_seed(1),
+        output_type="pil",
+    ).frames[0]
+    prompt = build_preview_prompt(
+        tiny, "a red circle", "blue", num_inference_steps=2, cfg_scale=3.0, num_frames=num_frames
+    )
+    cond = tiny.encode_prompts(family, tiny.pipe, [prompt.text])
+    negative = tiny.encode_negative_prompts(family, tiny.pipe, [prompt.negative_prompt])
+    ours = family.generate_frames(tiny.pipe, prompt, cond, negative, torch.Generator().manual_seed(1), None)
+    assert len(ours) == len(theirs) == num_frames
+    # Latents are divided by a deviation here and multiplied by its inverse there, so that values round apart.
+    for mine, reference in zip(ours, theirs, strict=True):
+        assert max(high for _, high in ImageChops.difference(mine, reference).getextrema()) <= 1
+    assert len({frame.tobytes() for frame in ours}) == num_frames
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("name", "count"), [pytest.param("flux_kontext", 1, marks=pytest.mark.slow), ("flux2_klein", 2)]

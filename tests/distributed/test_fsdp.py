@@ -243,14 +243,14 @@ def run_with_failing_previews(failing_ranks: list[int], folder: Path, flags: tup
     from library.training import preview
 
     preview.ALL_RANKS_TIMEOUT_SECONDS = 2.0
-    original = preview.Preview._generate_image
+    original = preview.Preview._generate_frames
 
-    def generate_image(self, run, index, prompt):
+    def generate_frames(self, run, index, prompt):
         if run.strategy.comm.rank in failing_ranks:
             raise RuntimeError("cannot be drawn here")
         return original(self, run, index, prompt)
 
-    preview.Preview._generate_image = generate_image
+    preview.Preview._generate_frames = generate_frames
     try:
         return train(*flags, "--output_dir", str(folder))
     except Exception as error:

@@ -62,6 +62,11 @@ LAYERS = {
         *join_names("transformer_blocks.{}.", "img_mlp.net.0.proj img_mlp.net.2 txt_mlp.net.0.proj txt_mlp.net.2"),
         *join_names("transformer_blocks.{}.", "img_mod.1 txt_mod.1"),
     ],
+    "wan": [
+        *join_names("blocks.{}.self_attn.", "q k v o"),
+        *join_names("blocks.{}.cross_attn.", "q k v o"),
+        *join_names("blocks.{}.ffn.", "0 2"),
+    ],
 }
 LAYERS |= dict.fromkeys(("qwen_image_edit", "qwen_image_edit_plus"), LAYERS["qwen_image"])
 LEFT_OUT = {"krea2": {"txtfusion.projector"}}
@@ -72,6 +77,7 @@ MODULES = {
     "flux_kontext": "flux",
     "z_image": "zimage",
     "krea2": "krea2",
+    "wan": "wan",
 }
 
 

@@ -264,6 +264,7 @@ TRANSFORMERS = {
     "pixart_sigma": original_checkpoints.convert_pixart_transformer,
     "hidream": nn.Module.state_dict,
     "kandinsky5_image": nn.Module.state_dict,
+    "wan": original_checkpoints.convert_wan_transformer,
 }
 
 
@@ -299,7 +300,7 @@ def test_files_of_published_size_are_detected_with_original_and_diffusers_keys(c
         }
         found = {name: each for name, each in candidates.items() if each is not None}
         # Editing models have the files of the model that they come from; only --family tells them apart.
-        assert {name: each for name, each in found.items() if FAMILY_FACTS[name].pipeline.kind == "image"} == {
+        assert {name: each for name, each in found.items() if FAMILY_FACTS[name].pipeline.kind != "edit"} == {
             family: config
         }
         assert find_component_names(header, FAMILY_FACTS[family]) == ("transformer",)
@@ -309,7 +310,7 @@ def test_files_of_published_size_are_detected_with_original_and_diffusers_keys(c
     "config",
     (
         "sd3 sd3_5_medium flux flux_schnell chroma flux2_dev flux2_klein_4b z_image aura_flow lumina2 ovis_image "
-        "longcat_image krea2 anima flux3 hunyuan_image qwen_image21 pixart_sigma"
+        "longcat_image krea2 anima flux3 hunyuan_image qwen_image21 pixart_sigma wan wan_14b"
     ).split(),
 )
 def test_original_weights_of_published_size_are_converted_to_those_of_diffusers(config):
@@ -346,7 +347,7 @@ def test_a_single_file_of_published_size_has_every_weight(config, part, original
     model = build_component_on_meta(config, part)
     tensors = {name: tensor.to("meta") for name, tensor in ORIGINAL[original](model).items()}
     if part.startswith("text"):
-        actual = single_file._convert_text_encoder_keys(model, tensors, "")
+        actual = single_file._convert_text_encoder_keys(model, tensors, "", {})
     else:
         actual = single_file._convert_keys(model, tensors, "", single_file.KeyConversion())
     state_dict = model.state_dict()

@@ -1,39 +1,46 @@
-"""Clips of all kinds go through plan, caches, training and export; a killed run resumes to the same bits."""
+"""Clips of all kinds go through plan, caches, training, previews and export; a killed run resumes to the same bits."""
 
 import json
 from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from clip_files import write_clip
+from clip_files import decode_clip, write_clip
 from killed_runs import compare, train_and_kill
+from PIL import Image
 from rank_processes import run_on_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file
 from training_runs import train
 
+from library.dataset.clip_encoding import decode_animation
 from library.tools.plan import run_plan
 
 pytestmark = pytest.mark.slow
 STEPS, KILLED_AT = 6, 3
 SIZES = ((96, 64), (64, 96), (64, 64), (128, 72), (72, 128))
 RATES = (16, 24, Fraction(30000, 1001))
-LONG_FRAMES = 12 * 60 * 25  # twelve minutes
+LONG_FPS = 2
+LONG_FRAMES = 60 * 60 * LONG_FPS  # an hour
 
 
 def write_clips(folder: Path) -> Path:
-    """Twenty clips: five sizes, three rates, a variable rate, a rotated one, a broken one and a very long one."""
+    """Twenty clips: five sizes, three rates, a variable rate, a rotated one, a broken one and one of an hour."""
     clips = folder / "clips"
     for number in range(16):
         size, rate = SIZES[number % 5], RATES[number % 3]
         write_clip(clips / f"{number:02d}.mp4", 20 + number, rate, size, shade=12 * number)
     write_clip(clips / "variable.mp4", 30, 25, times=[40 * number + number % 3 * 15 for number in range(30)], shade=200)
     write_clip(clips / "rotated.mov", 24, rotation=90, shade=210)
-    write_clip(clips / "long.mkv", LONG_FRAMES, 25, (32, 32), options={"preset": "ultrafast", "g": "250"}, shade=220)
+    write_clip(
+        clips / "long.mkv", LONG_FRAMES, LONG_FPS, (32, 32), options={"preset": "ultrafast", "g": "250"}, shade=220
+    )
     (clips / "broken.mp4").write_bytes((clips / "00.mp4").read_bytes()[:700])
     for clip in sorted(clips.iterdir()):
         clip.with_suffix(".txt").write_text(f"a clip of {clip.stem}, moving", encoding="utf-8")
+    (folder / "prompts.txt").write_text("a walk --n still --w 64 --h 48 --f 9 --fps 8 --s 2 --d 1\n", encoding="utf-8")
     (folder / "set.toml").write_text(
         f"""
 [general]
@@ -63,6 +70,16 @@ def dataset(tmp_path_factory) -> Path:
 CACHED = ("--cache_latents_to_disk", "--cache_text_encoder_outputs")
 
 
+PREVIEWS_AT = 4
+"""A step after that of the kill."""
+
+
+def build_cached_flags(data: Path, folder: Path) -> tuple[str, ...]:
+    """The settings of a run with caches and previews."""
+    previews = ("--sample_prompts", str(data.with_name("prompts.txt")), "--sample_at_first")
+    return build_flags(data, folder, *CACHED, *previews, "--sample_every_n_steps", str(PREVIEWS_AT))
+
+
 def build_flags(data: Path, folder: Path, *more: str) -> tuple[str, ...]:
     settings = "--network_dim 2 --learning_rate 1e-2 --ema_decay 0.9 --save_every_n_steps 2 --save_state --seed 3"
     return (
@@ -76,7 +93,7 @@ def build_flags(data: Path, folder: Path, *more: str) -> tuple[str, ...]:
 @pytest.fixture(scope="module")
 def cached_run(dataset, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("cached")
-    run_on_ranks(1, train, *build_flags(dataset, folder, *CACHED))
+    run_on_ranks(1, train, *build_cached_flags(dataset, folder))
     return folder
 
 
@@ -89,7 +106,7 @@ def test_the_plan_shows_the_frames_and_windows_of_each_clip(dataset):
     assert "clips/02.mp4: 64x64, 22 frames in 0.73 s (29.97 per second), 12 for training" in text
     assert "clips/variable.mp4: 64x48, 30 frames in 1.23 s (variable rate), 20 for training" in text
     assert "clips/rotated.mov: 48x64, 24 frames" in text
-    assert "clips/long.mkv: 32x32, 18000 frames in 720.00 s (25 per second), 11520 for training" in text
+    assert "clips/long.mkv: 32x32, 7200 frames in 3600.00 s (2 per second), 57600 for training" in text
     assert "1 clip of more than ten minutes, whose windows are read by seeking: clips/long.mkv" in text
     assert "broken.mp4: cannot be opened as a video" in text
     plan = json.loads(run_plan([*flags, "--on_invalid_images", "skip", "--json"])[0])["datasets"][0]
@@ -97,7 +114,7 @@ def test_the_plan_shows_the_frames_and_windows_of_each_clip(dataset):
     (last,) = [
         each for each in plan["samples"] if "long" in each["image"] and each["first_frame"] and each["frames"] == 9
     ]
-    assert last["first_frame"] == 11520 - 9
+    assert last["first_frame"] == 57600 - 9
 
 
 def test_a_run_on_cached_clips_equals_one_without_caches_to_the_bit(dataset, cached_run, tmp_path):
@@ -107,17 +124,43 @@ def test_a_run_on_cached_clips_equals_one_without_caches_to_the_bit(dataset, cac
     assert all(torch.equal(files[0][key], files[1][key]) for key in files[0])
 
 
-@pytest.mark.parametrize("options", [CACHED, ()], ids=["cached", "uncached"])
-def test_a_killed_run_on_clips_resumes_to_the_same_bits(options, dataset, cached_run, tmp_path):
+@pytest.mark.parametrize("build", [build_cached_flags, build_flags], ids=["cached", "uncached"])
+def test_a_killed_run_on_clips_resumes_to_the_same_bits(build, dataset, cached_run, tmp_path):
     whole, killed = cached_run, tmp_path / "killed"
-    if not options:
+    if build is build_flags:
         whole = tmp_path / "whole"
-        run_on_ranks(1, train, *build_flags(dataset, whole))
+        run_on_ranks(1, train, *build(dataset, whole))
     with pytest.raises(AssertionError):
-        run_on_ranks(1, train_and_kill, (0,), KILLED_AT, *build_flags(dataset, killed, *options))
+        run_on_ranks(1, train_and_kill, (0,), KILLED_AT, *build(dataset, killed))
     assert {path.name for path in killed.glob("*-state")} == {"lora-step00000002-state"}
-    run_on_ranks(1, train, *build_flags(dataset, killed, *options))
+    run_on_ranks(1, train, *build(dataset, killed))
     assert compare(whole, killed) == (0.0, True, True)
+    if build is build_cached_flags:
+        previews = [find_previews(folder, PREVIEWS_AT) for folder in (whole, killed)]
+        assert previews[0][".webp"].read_bytes() == previews[1][".webp"].read_bytes()
+
+
+def find_previews(folder: Path, step: int) -> dict[str, Path]:
+    """The files of the preview at a step, by extension; there is one prompt."""
+    found = {path.suffix: path for path in (folder / "sample").glob(f"lora_{step:06d}_00_*_1.*")}
+    assert found.keys() == {".mp4", ".webp"}
+    return found
+
+
+def test_previews_are_clips_of_the_frames_rate_and_size_of_their_prompt(cached_run):
+    frames = {}
+    for step in (0, PREVIEWS_AT):
+        files = find_previews(cached_run, step)
+        decoded, fps = decode_animation(files[".webp"].read_bytes())
+        videos = decode_clip(files[".mp4"])
+        assert (len(decoded), len(videos), decoded[0].size, round(fps)) == (9, 9, (64, 48), 8)
+        differences = [np.abs(np.asarray(a, int) - b).mean() for a, b in zip(decoded, videos, strict=True)]
+        assert max(differences) < 12, "both are the same frames, compressed in their own ways"
+        frames[step] = np.stack([np.asarray(frame) for frame in decoded])
+    assert (frames[0] != frames[PREVIEWS_AT]).any(), "the adapter is trained"
+    with Image.open(cached_run / "lora.before_after.png") as sheet:
+        assert sheet.width > 2 * 3 * 100, "two columns of three frames"
+    assert (cached_run / "lora.report.html").read_text("utf-8").count("data:image/webp;base64,") == 2
 
 
 def test_the_exported_file_has_the_names_of_musubi_tuner_and_loads_into_diffusers(cached_run):

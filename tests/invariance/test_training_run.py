@@ -263,7 +263,7 @@ def train_with_failing_preview(*flags: str) -> str:
     def raise_error(*_, **__):
         raise RuntimeError("preview failed")
 
-    StableDiffusion1.generate_image = raise_error
+    StableDiffusion1.generate_frames = raise_error
     return train(*flags)
 
 

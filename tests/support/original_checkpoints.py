@@ -556,6 +556,50 @@ def convert_wan_vae(vae: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
+_WAN_TRANSFORMER = (
+    (r"^condition_embedder\.time_embedder\.linear_1\.", "time_embedding.0."),
+    (r"^condition_embedder\.time_embedder\.linear_2\.", "time_embedding.2."),
+    (r"^condition_embedder\.text_embedder\.linear_1\.", "text_embedding.0."),
+    (r"^condition_embedder\.text_embedder\.linear_2\.", "text_embedding.2."),
+    (r"^condition_embedder\.time_proj\.", "time_projection.1."),
+    (r"^proj_out\.", "head.head."),
+    (r"^scale_shift_table", "head.modulation"),
+    (r"\.scale_shift_table", ".modulation"),
+    (r"\.norm2\.", ".norm0."),
+    (r"\.norm3\.", ".norm2."),
+    (r"\.norm0\.", ".norm3."),
+    (r"\.attn1\.", ".self_attn."),
+    (r"\.attn2\.", ".cross_attn."),
+    (r"\.to_([qkv])\.", r".\1."),
+    (r"\.to_out\.0\.", ".o."),
+    (r"\.ffn\.net\.0\.proj\.", ".ffn.0."),
+    (r"\.ffn\.net\.2\.", ".ffn.2."),
+)
+_UMT5 = (
+    (r"^shared\.", "token_embedding."),
+    (r"^encoder\.final_layer_norm\.", "norm."),
+    (r"^encoder\.block\.(\d+)\.layer\.(\d)\.", r"blocks.\1.\2."),
+    (r"\.0\.layer_norm\.", ".norm1."),
+    (r"\.1\.layer_norm\.", ".norm2."),
+    (r"\.0\.SelfAttention\.relative_attention_bias\.", ".pos_embedding.embedding."),
+    (r"\.0\.SelfAttention\.", ".attn."),
+    (r"\.1\.DenseReluDense\.wi_0\.", ".ffn.gate.0."),
+    (r"\.1\.DenseReluDense\.wi_1\.", ".ffn.fc1."),
+    (r"\.1\.DenseReluDense\.wo\.", ".ffn.fc2."),
+)
+
+
+def convert_wan_transformer(model: nn.Module) -> dict[str, Tensor]:
+    return {_apply_replacements(name, _WAN_TRANSFORMER): tensor for name, tensor in model.state_dict().items()}
+
+
+def convert_umt5(encoder: nn.Module) -> dict[str, Tensor]:
+    """The names of the text encoder in the repository of Wan."""
+    tensors = {_apply_replacements(name, _UMT5): tensor for name, tensor in encoder.state_dict().items()}
+    tensors.pop("encoder.embed_tokens.weight")
+    return tensors
+
+
 def build_flow_checkpoint(family: str, pipe: Any) -> dict[str, Tensor]:
     """Build a checkpoint with all components in one file, as ComfyUI writes them."""
     transformer, vae, texts = {

@@ -7,6 +7,7 @@ from pathlib import Path
 from PIL import Image
 from starlette.testclient import TestClient
 
+from library.dataset.clip_encoding import encode_mp4, encode_webp
 from library.report.page import RunSummary
 from library.web.app import build_app
 from library.web.folders import OpenedFolders
@@ -20,6 +21,16 @@ def open_page(*folders: Path, sessions: Sessions | None = None, host: str = "127
     """A client of the page on these folders; its posts come from the page itself."""
     app = build_app(OpenedFolders.open([*map(str, folders)]), sessions or Sessions(None), HostNames.build(host, []))
     return TestClient(app, base_url=ORIGIN, headers={"Origin": ORIGIN}, follow_redirects=False)
+
+
+def write_preview_clip(folder: Path, name: str, number: int, step: int) -> Path:
+    """Write a clip as the preview of a run; return its MP4 file."""
+    path = folder / "sample" / f"{name}_{step:06d}_{number:02d}_20260101000000_1.webp"
+    path.parent.mkdir(exist_ok=True)
+    frames = [Image.new("RGB", (32, 16), (step * 10, 20 * frame, 0)) for frame in range(5)]
+    path.write_bytes(encode_webp(frames, 16))
+    path.with_suffix(".mp4").write_bytes(encode_mp4(frames, 16))
+    return path.with_suffix(".mp4")
 
 
 def write_run(folder: Path, name: str, *, steps: int = 20, of: int = 20, previews: int = 0, **settings: object) -> Path:

@@ -63,7 +63,7 @@ class ChannelControl(Family):
         called: Any = call_with_control
         return super().predict(pipe, called, noisy_latents, timesteps, without)  # type: ignore[safe-super]
 
-    def generate_image(
+    def generate_frames(
         self,
         pipe: Any,
         prompt: Prompt,
@@ -71,7 +71,7 @@ class ChannelControl(Family):
         negative_cond: Cond,
         generator: torch.Generator,
         sampler: str | None,
-    ) -> Image:
+    ) -> list[Image]:
         """Sample with the pipeline of the family without control; the condition is cropped to the image's shape."""
         from PIL import ImageOps
 
@@ -88,7 +88,7 @@ class ChannelControl(Family):
         )
         try:
             without = replace(prompt, control_images=())
-            return super().generate_image(
+            return super().generate_frames(
                 pipe, without, cond, negative_cond=negative_cond, generator=generator, sampler=sampler
             )
         finally:

@@ -132,7 +132,7 @@ class LongCatImageEdit(LongCatImage, ControlTextFamily):
         )
         return sampling_pipe
 
-    def generate_image(
+    def generate_frames(
         self,
         pipe: Any,
         prompt: Prompt,
@@ -140,13 +140,13 @@ class LongCatImageEdit(LongCatImage, ControlTextFamily):
         negative_cond: Cond,
         generator: torch.Generator,
         sampler: str | None,
-    ) -> Image:
+    ) -> list[Image]:
         """Sample in the size that the pipeline takes from the control image; it takes no other one."""
         from ...dataloader.images import load_preview_controls
 
         width, height = _compute_size(load_preview_controls(prompt)[0].size)
         sized = replace(prompt, width=width, height=height)
-        return super().generate_image(
+        return super().generate_frames(
             pipe, sized, cond, negative_cond=negative_cond, generator=generator, sampler=sampler
         )
 

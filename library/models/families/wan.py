@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...adapters.original_module_names import KeyStyle
+from ...config.network_args import NetworkFacts
 from ...dataset.frame_windows import FrameRule
 from ...diffusion.timestep_shift import FixedShift
 from ..base import BaseModelInfo, Family
@@ -18,11 +19,12 @@ from ..facts import (
     FamilyOptions,
     PipelineFacts,
     SamplingFacts,
+    SingleFileFacts,
     TextFacts,
     TrainerNames,
 )
 from ..model_configs import ConfigReader, ModelError, read_required
-from ..shared_facts import match_flow_model
+from ..shared_facts import DENOISER_PREFIXES, match_flow_model
 from ..training_noise import NoiseLevels, TrainingNoiseFacts
 
 if TYPE_CHECKING:
@@ -76,6 +78,20 @@ def _rename_to_original(modules: Iterable[str]) -> Mapping[str, str]:
 
 WAN_KEYS = KeyStyle("wan", rename=_rename_to_original, has_original_names_in_diffusers=True)
 
+_UMT5_PATTERNS = {
+    r"^(shared|encoder\.embed_tokens)\.": "token_embedding.",
+    r"^encoder\.final_layer_norm\.": "norm.",
+    r"^encoder\.block\.": "blocks.",
+    r"\.layer\.0\.layer_norm\.": ".norm1.",
+    r"\.layer\.1\.layer_norm\.": ".norm2.",
+    r"\.layer\.0\.SelfAttention\.relative_attention_bias\.": ".pos_embedding.embedding.",
+    r"\.layer\.0\.SelfAttention\.": ".attn.",
+    r"\.layer\.1\.DenseReluDense\.wi_0\.": ".ffn.gate.0.",
+    r"\.layer\.1\.DenseReluDense\.wi_1\.": ".ffn.fc1.",
+    r"\.layer\.1\.DenseReluDense\.wo\.": ".ffn.fc2.",
+}
+"""The names of the text encoder's modules in files of the authors' repository."""
+
 _NOT_TRIED = "clips are not tried with it yet"
 
 FACTS = FamilyFacts(
@@ -88,7 +104,33 @@ FACTS = FamilyFacts(
         frames=FrameRule(stride=4, fps=16.0),
     ),
     detection=DetectionFacts(
-        match_configs=_match_wan, trainer_names=TrainerNames(ai_toolkit=("wan21",), diffusion_pipe=("wan",))
+        match_configs=_match_wan,
+        keys=("blocks.0.self_attn.norm_q.weight", "text_embedding.0.weight", "blocks.0.ffn.0.weight"),
+        diffusers_keys={
+            "blocks.0.self_attn.norm_q.weight": "blocks.0.attn1.norm_q.weight",
+            "text_embedding.0.weight": "condition_embedder.text_embedder.linear_1.weight",
+            "blocks.0.ffn.0.weight": "blocks.0.ffn.net.0.proj.weight",
+        },
+        shape_checks={
+            ("patch_embedding.weight", 1): ("transformer", "in_channels"),
+            ("text_embedding.0.weight", 1): ("transformer", "text_dim"),
+            ("blocks.0.ffn.0.weight", 0): ("transformer", "ffn_dim"),
+            ("img_emb.proj.1.weight", None): ("transformer", "image_dim"),
+        },
+        unsupported_shapes={
+            ("vace_patch_embedding.weight", 1, 96): "Wan 2.1 VACE, which cannot be trained yet",
+            ("patch_embedding.weight", 1, 36): "a Wan that makes videos from images (I2V), which cannot be trained yet",
+            ("patch_embedding.weight", 1, 48): "Wan 2.2 TI2V or Wan 2.1 Fun-Control, which cannot be trained yet",
+        },
+        trainer_names=TrainerNames(ai_toolkit=("wan21",), diffusion_pipe=("wan",)),
+    ),
+    single_files=SingleFileFacts(
+        prefixes={
+            "transformer": DENOISER_PREFIXES,
+            "vae": ("vae.",),
+            "text_encoder": ("text_encoders.umt5xxl.transformer.",),
+        },
+        text_patterns=_UMT5_PATTERNS,
     ),
     lora=FamilyLora(
         # The linear layers of the blocks.
@@ -125,8 +167,16 @@ FACTS = FamilyFacts(
         other_trainers={"musubi-tuner": NoiseLevels("shift", 3.0, origin="its guide")},
     ),
     sampling=SamplingFacts(num_inference_steps=50, guidance_scale=5.0, image_size=(832, 480)),
-    options=FamilyOptions(components={"vae": "vae", "text_encoder": "text_encoder"}),
-    notes="text to video; diffusers folders; previews are single frames",
+    options=FamilyOptions(
+        components={"vae": "vae", "text_encoder": "text_encoder"},
+        network=NetworkFacts(modules=("networks.lora_wan",)),
+        musubi_versions={
+            "t2v-1.3B": {"ffn_dim": 8960},
+            "t2v-14B": {"ffn_dim": 13824},
+            "t2i-14B": {"ffn_dim": 13824},
+        },
+    ),
+    notes="text to video",
 )
 
 
@@ -176,9 +226,6 @@ class Wan(Family):
 
         return decode_clip_latents(pipe.vae, latents)
 
-    def decode_sampled_latents(self, pipe: Any, latents: Tensor, height: int, width: int) -> Tensor:
-        return self.decode_latents(pipe, latents)[:, :, 0]
-
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         from ..text_encoding import pad_text_embeds
 
@@ -197,7 +244,6 @@ class Wan(Family):
             guidance_scale=self.facts.sampling.get_guidance_scale(prompt.cfg_scale),
             prompt_embeds=pad_text_embeds(cond["embeds"], WAN_TEXT_TOKENS)[0],
             negative_prompt_embeds=pad_text_embeds(negative_cond["embeds"], WAN_TEXT_TOKENS)[0],
-            num_frames=1,
         )
 
 

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from ...models.families import FAMILY_FACTS
 from ...models.trainer_names import find_families
 from ...problems import Problem
 from .equivalents import (
@@ -478,11 +479,13 @@ def read_sample_prompts(process: KeyReader, trigger: str | None, accumulation: i
         "height": sample.read("height", 512, to_integer),
         "guidance_scale": sample.read("guidance_scale", 7, to_number),
         "sample_steps": sample.read("sample_steps", 20, to_integer),
+        "num_frames": sample.read("num_frames", 1, to_integer),
+        "fps": sample.read("fps", 16, to_number),
     }
     seed, walks = sample.read("seed", 0, to_integer), sample.read("walk_seed", False, to_switch)
     ignored = "sampler network_multiplier guidance_rescale format adapter_conditioning_scale refiner_start_at"
-    for name in f"{ignored} extra_values num_frames fps do_cfg_norm".split():
-        if sample.read(name) not in (None, 1, 1.0, 0.0, 0.5, [], False, "jpg", 16):
+    for name in f"{ignored} extra_values do_cfg_norm".split():
+        if sample.read(name) not in (None, 1, 1.0, 0.0, 0.5, [], False, "jpg"):
             sample.list_harmless(name, "previews are sampled by the model's own scheduler")
     if defaults["neg"] and result.family in GUIDED_FAMILIES:
         sample.list_harmless("neg", "FLUX has no negative prompts")
@@ -510,6 +513,9 @@ def _describe_prompt(process: KeyReader, values: dict[str, Any], seed: int, trig
         prompt["scale"] = float(values["guidance_scale"])
     elif "schnell" not in name:
         prompt["guidance_scale"] = float(values["guidance_scale"])
+    rule = FAMILY_FACTS[family].pipeline.frames if family in VIDEO_FAMILIES else None
+    if rule is not None and values["num_frames"] > 1:
+        prompt |= {"frame_count": rule.round_down(int(values["num_frames"])), "fps": float(values["fps"])}
     names = ("ctrl_img", "ctrl_img_1", "ctrl_img_2", "ctrl_img_3")
     controls = list(dict.fromkeys(str(values[name]) for name in names if values.get(name)))
     if controls and family in EDIT_FAMILIES:

@@ -58,6 +58,11 @@ const Previews = (() => {
     }
     byId("viewer-under").src = row.images[open.left];
     byId("viewer-over").src = row.images[open.right];
+    for (const side of ["left", "right"]) {
+      const link = byId(`viewer-${side}-clip`), clip = (row.clips || {})[open[side]];
+      link.hidden = !clip;
+      if (clip) link.href = clip;
+    }
     split();
     if (!viewer.open) viewer.showModal();
   }

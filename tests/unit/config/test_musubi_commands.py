@@ -21,7 +21,10 @@ MODELS = {
     "networks.lora_zimage": "z_image",
     "networks.lora_krea2": "krea2",
     "networks.lora_flux": "flux_kontext",
+    "networks.lora_wan": "wan",
 }
+MISSING = {"i2v-14B": "Wan 2.1 I2V", "t2v-A14B": "Wan 2.2, which has two transformers", "": "module of HunyuanVideo"}
+"""What is said of the documented commands whose model is missing here, by their task."""
 
 
 def load(*flags: str):
@@ -34,20 +37,14 @@ def list_unused(loaded) -> dict[str, str]:
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command["script"])
 def test_the_documented_commands_have_no_problems_but_a_model_that_is_not_here(command):
-    argv = list(command["argv"])
-    for option in ("--dataset_config", "--vae", "--text_encoder"):
-        if option in argv:
-            del argv[argv.index(option) : argv.index(option) + 2]
-    model = (
-        MODELS.get(argv[argv.index("--network_module") + 1]) if "--network_module" in argv else "qwen_image_edit_plus"
-    )
-    argv[argv.index("--dit") + 1] = f"random:{model}{':2511' if 'edit' in str(model) else ''}:tiny"
+    argv = build_tiny_command(command)
+    task = argv[argv.index("--task") + 1] if "--task" in argv else ""
     problems = format_lines(parse_config([*DATA, *argv]).problems)
-    if model is None:
+    if task in MISSING and (task or "networks.lora" in argv):
         (problem,) = problems
-        assert "musubi-tuner's module of Wan" in problem and "can be trained are" in problem
+        assert MISSING[task] in problem and "can be trained are" in problem
     else:
-        assert problems == [] and load(*argv).problems == []
+        assert problems == [] and find_problems(argv) == []
 
 
 def test_settings_of_a_command_are_those_of_a_file_of_our_own(tmp_path):
@@ -186,20 +183,22 @@ def test_what_would_change_the_result_is_refused_with_the_reason(flags, reason):
 @pytest.mark.parametrize(
     ("flags", "title"),
     [
-        ("--network_module networks.lora_wan --task t2v-1.3B --t5 x --learning_rate no-number", "of Wan, which is"),
+        ("--network_module networks.lora_wan --task flf2v-14B --t5 x --learning_rate no-number", "a first and a last"),
+        ("--network_module networks.lora_wan --task t2v-14B-FC --clip x", "Fun-Control"),
+        ("--network_module networks.loha --task i2v-A14B --dit_high_noise x", "two transformers"),
+        ("--task k5-lite-t2v-5s-sd --nabla_P 0.9", "Kandinsky 5"),
         ("--network_module networks.lora_hv_1_5", "HunyuanVideo 1.5"),
         ("--network_module networks.lora_framepack", "FramePack"),
         ("--network_module networks.lora_kandinsky", "Kandinsky 5"),
         ("--network_module networks.lora_ideogram4", "Ideogram 4"),
         ("--network_module networks.lora_hidream_o1 --dino_loss_weight 1", "HiDream-O1"),
         ("--network_module networks.lora --dit_in_channels 32", "HunyuanVideo, a video model"),
-        ("--task t2v-14B", "Wan, HunyuanVideo 1.5, Kandinsky 5 and HiDream-O1"),
     ],
 )
 def test_a_model_that_cannot_be_trained_is_the_only_problem(flags, title):
     loaded = load_settings(["--dit", "no/such/file.safetensors", "--dataset_config", "no/such.toml", *flags.split()])
     (problem,) = format_lines(find_settings_problems(loaded))
-    assert title in problem and "FLUX.1 Kontext, FLUX.2, Qwen-Image, Z-Image and Krea 2" in problem
+    assert title in problem and "FLUX.1 Kontext, FLUX.2, Qwen-Image, Wan 2.1 T2V, Z-Image and Krea 2" in problem
 
 
 @pytest.mark.parametrize(
@@ -264,6 +263,8 @@ def test_a_higher_mean_of_sigma_sampling_is_less_noise_as_in_musubi_tuner():
         "--dataset_config a --vae b --model_version original",
         "--dataset_config a --text_encoder b --batch_size 16 --fp8_vl",
         "--dataset_config a --text_encoder1 b --text_encoder2 c --batch_size 16 --fp8_t5 --skip_existing",
+        "--dataset_config a --vae b --i2v --clip c --vae_cache_cpu",
+        "--dataset_config a --t5 b --batch_size 16 --fp8_t5",
         "--dataset_config a --vae b --vae_chunk_size 32 --vae_tiling --vae_dtype float16",
     ],
 )
@@ -335,18 +336,20 @@ def test_options_of_our_own_runs_have_not_the_names_of_musubi_tuner():
 def build_tiny_command(command) -> list[str]:
     """A documented command with a tiny model in place of its files."""
     argv = list(command["argv"])
-    for option in ("--dataset_config", "--vae", "--text_encoder"):
+    for option in ("--dataset_config", "--vae", "--text_encoder", "--t5", "--sample_prompts", "..."):
         if option in argv:
-            del argv[argv.index(option) : argv.index(option) + 2]
+            del argv[argv.index(option) : argv.index(option) + (1 if option == "..." else 2)]
     module = argv[argv.index("--network_module") + 1] if "--network_module" in argv else ""
-    model = MODELS.get(module, "qwen_image_edit_plus:2511")
-    argv[argv.index("--dit") + 1] = f"random:{model}:tiny"
+    model = f"{MODELS.get(module, 'qwen_image_edit_plus:2511')}:tiny"
+    if "--task" in argv:  # which is compared with the sizes of the model
+        model = "wan:14b" if "-14B" in argv[argv.index("--task") + 1] else "wan"
+    argv[argv.index("--dit") + 1] = f"random:{model}"
     return argv
 
 
 LOGIT_NORMAL = "--weighting_scheme logit_normal --logit_mean 0.5 --min_timestep 200 --max_timestep 900".split()
 WRITTEN = {
-    **{f"{each['script']} {number}": build_tiny_command(each) for number, each in enumerate(COMMANDS[:3])},
+    **{f"{each['script']} {number}": build_tiny_command(each) for number, each in enumerate(COMMANDS[:5])},
     "sigma": [*QWEN, *LOGIT_NORMAL],
     "patterns": [*QWEN, "--network_args", "exclude_patterns=['.*img_mod.*']", "loraplus_lr_ratio=4"],
     "other names": [*QWEN, "--fp8_base", "--save_precision", "fp32", "--no-cache_latents_to_disk"],
@@ -367,6 +370,16 @@ def test_the_settings_that_are_written_read_back_as_the_configuration_that_ran(n
     assert [line for line in format_lines(find_settings_problems(read)) if "pyproject.toml" not in line] == []
 
 
-def test_written_settings_of_a_command_of_wan_are_refused_as_the_command_is():
-    (problem,) = format_lines(load(*COMMANDS[3]["argv"]).problems)
-    assert "networks.lora_wan is musubi-tuner's module of Wan" in problem
+def test_the_task_of_a_command_is_compared_with_the_model():
+    (problem,) = find_problems(["--dit", "random:wan", "--network_module", "networks.lora_wan", "--task", "t2v-14B"])
+    assert problem.startswith("--task: t2v-14B has ffn_dim 13824 in its config, and the model 8960")
+    (problem,) = find_problems([*QWEN, "--task", "t2v-14B"])
+    assert problem.startswith("--task: t2v-14B is a version of Wan 2.1, and the model is Qwen-Image")
+
+
+def test_a_command_of_wan_has_the_files_and_the_shift_that_it_names(tmp_path):
+    loaded = load(*build_tiny_command(COMMANDS[3]), "--t5", "umt5.safetensors", "--vae_cache_cpu", "--fp8_t5")
+    config = loaded.config
+    assert (config.model.text_encoder, config.model.model_version) == ("umt5.safetensors", "t2v-1.3B")
+    assert (config.noise.timestep_sampling, config.noise.discrete_flow_shift) == ("shift", 3.0)
+    assert config.adapter.network_args == () and {"vae_cache_cpu", "fp8_t5"} <= list_unused(loaded).keys()

@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 from problem_lines import format_lines
 
+from library.config.schema import ModelConfig
 from library.config.schema_output import PreviewConfig
 from library.dataloader.sample_prompts import Prompt, load_preview_prompts, load_prompts
 from library.errors import ConfigError
@@ -103,10 +104,11 @@ def test_all_errors_of_a_text_file_are_reported_at_once_with_line_numbers(tmp_pa
         ":2: --d: expected at least 0, got -1",
         ":3: --widht: unknown option; use --n negative_prompt, --w width, --h height, --d seed, "
         "--s sample_steps, --l scale, --ss sample_sampler, --g guidance_scale, --fs flow_shift, --ci control_image_path,"
-        " --cf control_from_image",
+        " --cf control_from_image, --f frame_count, --fps fps, --i image_path, --ei end_image_path",
         ":4: --s: expected an integer, got 'many'",
         ":4: --l: expected a number of at least 0, got inf",
-        ":5: --cn: ControlNet images are not supported; control images of editing models are set with --ci",
+        ":5: --cn: ControlNet images and control clips are not supported; control images of editing models are set "
+        "with --ci",
         ":5: --fs: expected a number above 0, got 0",
         ":5: --g: expected a number of at least 0, got -3.5",
         ":6: --ss: no sampler 'eular'; did you mean euler?",
@@ -114,6 +116,54 @@ def test_all_errors_of_a_text_file_are_reported_at_once_with_line_numbers(tmp_pa
         ":7: --h: value missing",
         ":8: --rcg: unknown option; did you mean --rcfg?",
     ]
+
+
+def test_the_keys_of_musubi_tuner_for_clips_are_taken(tmp_path):
+    line = "a cat walks --w 640 --h 480 --f 25 --d 1 --s 20 --fs 5 --l 6.0 --n blurry\n"
+    expected = Prompt(
+        "a cat walks", "blurry", 640, 480, seed=1, num_inference_steps=20, cfg_scale=6.0, flow_shift=5.0, num_frames=25
+    )
+    assert read(tmp_path, "p.txt", line) == [expected]
+    names = {"prompt": "a cat walks", "negative_prompt": "blurry", "width": 640, "height": 480, "seed": 1}
+    names |= {"sample_steps": 20, "cfg_scale": 6.0, "discrete_flow_shift": 5, "frame_count": 25}
+    assert read(tmp_path, "p.json", json.dumps([names])) == [expected]
+    assert problems(tmp_path, "p.json", json.dumps([{"prompt": "a", "scale": 3, "cfg_scale": 4}])) == [
+        ": prompt 1: cfg_scale: is set twice, by two names"
+    ]
+    one_frame = "b --i no.png --ei none.png --of target_index=1,control_index=0;2 --cn control.mp4 --f 0\n"
+    assert problems(tmp_path, "p.txt", one_frame) == [
+        ":1: --of: one-frame inference (FramePack, Wan I2V) is not supported; --f 1 makes an image",
+        ":1: --cn: ControlNet images and control clips are not supported; control images of editing models are set "
+        "with --ci",
+        ":1: --f: expected at least 1, got 0",
+    ]
+    assert problems(tmp_path, "p.txt", "b --i no.png --ei none.png\n") == [
+        ":1: --i: no.png: no such file",
+        ":1: --ei: none.png: no such file",
+    ]
+
+
+CLIP_PROBLEMS = {
+    ("random:wan:tiny", "--f 24"): "--f: Wan 2.1 makes 4 x N + 1 frames, not 24; use 21 or 25",
+    ("random:wan:tiny", "--f 25 --fps 8 --fs 3"): "",
+    ("random:wan:tiny", "--i a.png"): "--i: what Wan 2.1 makes cannot begin with an image; leave it out",
+    ("random:wan:tiny", "--ei a.png"): "--ei: what Wan 2.1 makes cannot end with an image; leave it out",
+    ("random:wan:tiny", "--ci a.png"): "--ci: Wan 2.1 takes no control images",
+    ("random:wan:tiny", "--g 6"): "--g: Wan 2.1 has no guidance embedding; use --l",
+    ("random:flux:tiny", "--f 25"): "--f: FLUX.1 makes images, not 25 frames; leave it out",
+    ("random:flux:tiny", "--f 1"): "",
+    ("random:flux:tiny", "--fps 8"): "--fps: FLUX.1 makes images; leave it out",
+}
+
+
+@pytest.mark.parametrize(("model", "options"), CLIP_PROBLEMS)
+def test_what_a_model_cannot_do_with_the_frames_of_a_clip_is_refused(model, options, tmp_path):
+    Image.new("RGB", (32, 16)).save(tmp_path / "a.png")
+    prompts = read(tmp_path, "p.txt", f"a cat {options}\n")
+    found = format_lines(list(validate_prompts(prompts, detect_model(ModelConfig(model)))))
+    expected = CLIP_PROBLEMS[model, options]
+    assert len(found) == bool(expected)
+    assert all(line.removeprefix(f"{tmp_path / 'p.txt'}:1: ").startswith(expected) for line in found)
 
 
 def test_control_images_are_found_next_to_the_file_and_checked(tmp_path):

@@ -235,14 +235,15 @@ def test_flux_is_loaded_from_four_files_and_a_transformer_with_diffusers_keys(tm
         detect_model(replace(options, guidance_scale=3.5))
 
 
-@pytest.mark.parametrize("name", ["z_image", "qwen_image"])
+@pytest.mark.parametrize("name", ["z_image", "qwen_image", "wan"])
 def test_text_encoder_and_vae_are_loaded_from_their_own_files(name, tmp_path, tokenizer_cache):
     tiny = TINY[name]()
     transformer = {
         "z_image": original_checkpoints.convert_z_image_transformer,
         "qwen_image": torch.nn.Module.state_dict,
+        "wan": original_checkpoints.convert_wan_transformer,
     }[name]
-    vae = {"z_image": original_checkpoints.convert_vae_to_ldm, "qwen_image": original_checkpoints.convert_wan_vae}[name]
+    vae = original_checkpoints.convert_vae_to_ldm if name == "z_image" else original_checkpoints.convert_wan_vae
     files = {part: str(tmp_path / f"{part}.safetensors") for part in ("transformer", "vae", "text_encoder")}
     save_file(transformer(tiny.pipe.transformer), files["transformer"])
     save_file(vae(tiny.pipe.vae), files["vae"])
@@ -265,6 +266,43 @@ def test_text_encoder_and_vae_are_loaded_from_their_own_files(name, tmp_path, to
         )
     ours, reference = (family.encode_prompts(each, ["a red circle"])["embeds"][0] for each in (pipe, tiny.pipe))
     assert torch.equal(ours, reference)
+
+
+def test_files_of_wan_are_known_by_the_names_of_its_authors_and_of_diffusers(tmp_path, tokenizer_cache):
+    tiny, files = (
+        TINY["wan"](),
+        {part: str(tmp_path / f"{part}.safetensors") for part in ("dit", "vae", "text_encoder")},
+    )
+    tiny.pipe.vae.save_pretrained(tmp_path / "vae")
+    save_file(original_checkpoints.convert_umt5(tiny.pipe.text_encoder), files["text_encoder"])
+    options = ModelConfig(
+        files["dit"],
+        vae=str(tmp_path / "vae"),
+        text_encoder=files["text_encoder"],
+        tokenizer_cache_dir=str(tokenizer_cache),
+    )
+    original = original_checkpoints.convert_wan_transformer(tiny.pipe.transformer)
+    prefixed = original_checkpoints.add_prefix("model.diffusion_model.", original)
+    for tensors in (original, prefixed, tiny.pipe.transformer.state_dict()):
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, files["dit"])
+        family, actual = FAMILIES.get("wan")(options), detect_model(options)
+        assert (actual.family, actual.bundled_config) == ("wan", "wan_tiny")
+        assert_same_weights(family, family.load(actual, torch.float32), tiny.pipe)
+
+
+@pytest.mark.parametrize(
+    ("key", "shape", "text"),
+    [
+        ("patch_embedding.weight", (8, 36, 1, 2, 2), "videos from images"),
+        ("patch_embedding.weight", (8, 48, 1, 2, 2), "Fun-Control"),
+        ("vace_patch_embedding.weight", (8, 96, 1, 2, 2), "VACE"),
+    ],
+)
+def test_a_file_of_another_model_of_wan_is_refused_by_what_it_is(key, shape, text, tmp_path):
+    tensors = original_checkpoints.convert_wan_transformer(TINY["wan"]().pipe.transformer)
+    save_file(tensors | {key: torch.zeros(shape)}, tmp_path / "dit.safetensors")
+    with pytest.raises(ConfigError, match=f"{text}.*cannot be trained yet"):
+        detect_model(str(tmp_path / "dit.safetensors"))
 
 
 @pytest.mark.slow

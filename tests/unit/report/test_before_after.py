@@ -1,11 +1,13 @@
 """The preview grid of a run: which previews it has, in which order and position."""
 
+import itertools
 import os
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
+from library.dataset.clip_encoding import encode_webp
 from library.report import preview_grid
 
 
@@ -60,6 +62,31 @@ def test_the_grid_shows_every_image_in_its_cell(tmp_path):
     for color, shape in (("red", 64 / 96), ("yellow", 2.0)):
         left, top, right, bottom = boxes[color]
         assert (right - left) / (bottom - top) == pytest.approx(shape, rel=0.02), "not distorted"
+
+
+def test_of_a_clip_the_grid_shows_the_first_frame_the_middle_one_and_the_last_one(tmp_path):
+    frames = [Image.new("RGB", (64, 32), color) for color in ("red", "black", "lime", "black", "blue")]
+    for when, at in (("000000", 100), ("000010", 110)):
+        path = tmp_path / f"mine_{when}_00_20260102030405_7.webp"
+        path.write_bytes(encode_webp(frames, 16, 100))
+        path.with_suffix(".mp4").write_bytes(b"the same as a video")
+        os.utime(path, (at, at))
+    (row,) = preview_grid.find_preview_files(tmp_path, "mine", 0).values()
+    assert [path.suffix for path in row.values()] == [".webp", ".webp"]
+    sheet = Image.open(preview_grid.write_preview_grid(tmp_path, "mine", ["walks"], 0, tmp_path / "sheet.png"))
+    colors = [
+        name
+        for name in map(name_color, (sheet.getpixel((x, sheet.height // 2 + 15)) for x in range(200, sheet.width)))
+        if name
+    ]
+    assert [name for name, _ in itertools.groupby(colors)] == ["red", "lime", "blue"] * 2
+
+
+def name_color(pixel) -> str:
+    """Name a color as it is after lossy compression."""
+    names = {(255, 0, 0): "red", (0, 255, 0): "lime", (0, 0, 255): "blue", (0, 0, 0): "black"}
+    near = [name for color, name in names.items() if max(abs(a - b) for a, b in zip(color, pixel, strict=True)) < 40]
+    return near[0] if near else ""
 
 
 def find_box(sheet: Image.Image, color: str) -> tuple[int, int, int, int]:

@@ -1,11 +1,13 @@
 """The HTML report shows the metrics of a run and is self-contained."""
 
+import base64
 import json
 import re
 
 import pytest
 from PIL import Image
 
+from library.dataset.clip_encoding import decode_animation, encode_webp
 from library.report.charts import build_comparison_charts, build_curves, build_group_charts, build_validation_charts
 from library.report.metric_series import MAX_BUCKETS, MetricTable
 from library.report.page import RunSummary, describe_validation, write_report
@@ -97,6 +99,20 @@ def test_metrics_of_a_run_that_version_0_1_began_are_one_series(tmp_path):
     assert [table.series[name].points for name in sorted(current)] == [
         [(1.0, value), (2.0, value + 1)] for value in (1.0, 3.0, 2.0)
     ]
+
+
+def test_the_report_plays_clips_with_few_small_frames(tmp_path):
+    frames = [Image.new("RGB", (640, 320), (0, 5 * number, 0)) for number in range(49)]
+    path = tmp_path / "clip.webp"
+    path.write_bytes(encode_webp(frames, 16.0))
+    write_lines(tmp_path / "m.jsonl", [])
+    write_report(build_summary(prompts=["a"]), {0: {"000000": path}}, tmp_path / "m.jsonl", tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text("utf-8")
+    (data,) = re.findall(r'src="data:image/webp;base64,([^"]+)"', page)
+    shown, fps = decode_animation(base64.b64decode(data))
+    assert len(shown) == 24 and shown[0].size == (192, 96)
+    assert len(shown) / fps == pytest.approx(49 / 16, rel=0.01), "as long as the clip"
+    assert abs(shown[-1].getpixel((90, 40))[1] - 240) < 6, "to its last frame"
 
 
 def test_the_report_has_metrics_previews_and_settings_and_no_external_links(tmp_path):

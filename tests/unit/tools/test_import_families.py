@@ -404,8 +404,11 @@ def test_frames_of_ai_toolkit_become_windows_of_clips():
     content, *others = build_for("ai_toolkit", "wan21", "wan", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers")
     (process,) = content["config"]["process"]
     process["datasets"] = [{"folder_path": "/data/clips", "num_frames": 41, "resolution": [480]}]
+    process["sample"] = {"prompts": ["a walk"], "num_frames": 40, "fps": 24, "width": 832, "height": 480}
 
     result = import_content(content, *others)
+    (prompt,) = result.prompts
+    assert (prompt["frame_count"], prompt["fps"]) == (37, 24.0)
 
     (subset,) = result.datasets[0]["subsets"]
     assert (subset["video_dir"], subset["target_frames"]) == ("/data/clips", [41]) and "image_dir" not in subset
@@ -413,3 +416,4 @@ def test_frames_of_ai_toolkit_become_windows_of_clips():
     process["model"]["arch"], process["model"]["name_or_path"] = "qwen_image", "Qwen/Qwen-Image"
     images = import_content(content, *others)
     assert any("num_frames" in str(change) for change in images.untaken)
+    assert "frame_count" not in images.prompts[0]

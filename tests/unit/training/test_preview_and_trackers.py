@@ -13,7 +13,10 @@ from rank_processes import run_on_ranks
 from safetensors.torch import load_file
 from training_runs import max_relative_difference, train, write_images, write_prompts
 
+from library.dataset.clip_encoding import decode_animation
+from library.dataset.frame_windows import FrameRule
 from library.trackers import Trackers
+from library.training.preview import encode_preview
 
 METRIC_PREFIXES = {
     "loss/current",
@@ -131,6 +134,40 @@ class NamedTracker:
         self.num_calls += 1
         if self.fails:
             raise ConnectionError("unreachable")
+
+
+@pytest.fixture
+def clip_files():
+    frames = [Image.new("RGB", (48, 32), (40 * number, 0, 0)) for number in range(5)]
+    return encode_preview(frames, 8.0, FrameRule())
+
+
+def test_a_preview_of_one_frame_is_an_image_and_of_more_a_clip_at_the_rate_of_the_model(clip_files):
+    frames = [Image.new("RGB", (48, 32), color) for color in ("red", "blue")]
+    assert encode_preview(frames[:1], None, FrameRule()).keys() == {".png"}
+    clip = encode_preview(frames, None, FrameRule(fps=24.0))
+    assert clip.keys() == clip_files.keys() == {".mp4", ".webp"}
+    assert decode_animation(clip[".webp"])[1] == pytest.approx(24, rel=0.03)
+    assert decode_animation(clip_files[".webp"])[1] == 8
+
+
+def test_trackers_get_clips_in_the_format_that_they_show(clip_files, tmp_path):
+    """Weights and Biases a video, TensorBoard an animated image, others three frames."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    board = SimpleNamespace(name="tensorboard", writer=SummaryWriter(tmp_path / "logs"))
+    logged = {}
+    wandb = SimpleNamespace(name="wandb", log=lambda values, step: logged.update(wandb=(values, step)))
+    aim = SimpleNamespace(name="aim", log_images=lambda values, step: logged.update(aim=(values, step)))
+    trackers = Trackers(SimpleNamespace(trackers=[board, wandb, aim]))
+    trackers.log_previews({"preview/00": clip_files}, 7)
+    board.writer.close()
+    (event,) = read_tracker_events(tmp_path).Images("preview/00")
+    frames, fps = decode_animation(event.encoded_image_string)
+    assert (event.step, event.width, event.height, len(frames)) == (7, 48, 32, 5) and fps == pytest.approx(8, rel=0.05)
+    (video,), (image,) = (logged[name][0].values() for name in ("wandb", "aim"))
+    assert Path(video._path).read_bytes() == clip_files[".mp4"] and type(video).__name__ == "Video"
+    assert image.size == (3 * 48 + 4, 32) and logged["wandb"][1] == logged["aim"][1] == 7
 
 
 def test_a_failing_tracker_is_disabled_and_others_go_on(caplog):

@@ -5,7 +5,7 @@ import os
 import time
 
 import pytest
-from web_pages import open_page, write_run
+from web_pages import open_page, write_preview_clip, write_run
 
 from library.web.folders import FileFinder, OpenedFolders
 from library.web.runs import RunReader, compare_settings
@@ -67,6 +67,21 @@ def test_a_run_of_an_older_version_is_shown_without_its_settings(tmp_path):
     assert page.get("/api/charts/0/old").json()["status"] == "stopped"
     assert page.get("/api/previews/0/old").json()["rows"][0]["prompt"] == "prompt 1"
     assert "prompt 1" not in page.get("/report/0/old").text  # the report has no prompts to name the rows by
+
+
+def test_clips_are_shown_as_animated_images_beside_their_videos(tmp_path):
+    write_run(tmp_path, "walk", previews=1)
+    for step in (0, 10):
+        clip = write_preview_clip(tmp_path, "walk", 1, step)
+    page = open_page(tmp_path)
+    first, second = page.get("/api/previews/0/walk").json()["rows"]
+    assert first["clips"] == {} and len(first["images"]) == 3
+    assert second["images"].keys() == second["clips"].keys() == {"000000", "000010"}
+    assert page.get(second["images"]["000010"]).headers["content-type"] == "image/webp"
+    answer = page.get(second["clips"]["000010"], headers={"Range": "bytes=0-99"})
+    assert (answer.status_code, answer.headers["content-type"]) == (206, "video/mp4"), "browsers seek in videos"
+    assert answer.content == clip.read_bytes()[:100]
+    assert "media-src 'self'" in answer.headers["content-security-policy"]
 
 
 def test_a_run_is_shown_with_charts_previews_settings_log_and_files(tmp_path):
