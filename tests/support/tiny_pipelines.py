@@ -61,6 +61,8 @@ class TinyCase:
     """The value that disables guidance."""
     texts: dict[str, Any] = field(default_factory=dict)
     """Arguments that make the diffusers pipeline encode prompts as the family does."""
+    encode_clips: Callable[[Any, Tensor], Tensor] | None = None
+    """Encode clips to the mean of their latents, for a family of videos: (pipe, clips)."""
     build_negative: Callable[[Any, str], dict[str, Any]] = lambda pipe, text: {"negative_prompt": text}
     """Arguments for a negative prompt: (pipe, text)."""
     build_prompt: Callable[[Any, str, str], dict[str, Any]] | None = None
@@ -678,17 +680,32 @@ def anima() -> TinyCase:
     )
 
 
+def _build_frame_encoder(
+    normalize: Callable[[Any, Tensor], Tensor],
+) -> Callable[[Any, Tensor, Sequence[torch.Generator]], Tensor]:
+    """Return a function that encodes images as clips of one frame, and normalizes their latents: (pipe, latents)."""
+
+    def encode(pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+        parts = zip(pixels.unsqueeze(2).split(1), generators, strict=True)
+        drawn = [retrieve_latents(pipe.vae.encode(pixel), generator, "sample") for pixel, generator in parts]
+        return normalize(pipe, torch.cat(drawn))
+
+    return encode
+
+
+def _build_clip_encoder(normalize: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    return lambda pipe, clips: normalize(pipe, pipe.vae.encode(clips).latent_dist.mode())
+
+
 def wan() -> TinyCase:
     texts, latents = _draw_tensors((512, 16), (4, 1, HEIGHT // 8, WIDTH // 8))
     texts[0, 13:], texts[1, 7:] = 0, 0
     one_frame = {"num_frames": 1}
 
-    def encode(pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+    def normalize(pipe: Any, latents: Tensor) -> Tensor:
         config = pipe.vae.config
         mean, std = (torch.tensor(each).view(1, -1, 1, 1, 1) for each in (config.latents_mean, config.latents_std))
-        parts = zip(pixels.unsqueeze(2).split(1), generators, strict=True)
-        drawn = [retrieve_latents(pipe.vae.encode(pixel), generator, "sample") for pixel, generator in parts]
-        return (torch.cat(drawn) - mean) * (1.0 / std)
+        return (latents - mean) * (1.0 / std)
 
     return TinyCase(
         "wan",
@@ -696,11 +713,38 @@ def wan() -> TinyCase:
         build_batch(latents, {"embeds": [texts[0, :13], texts[1, :7]]}),
         {"prompt_embeds": texts, **one_frame},
         one_frame,
-        encode,
+        _build_frame_encoder(normalize),
         "random:wan:tiny",
+        encode_clips=_build_clip_encoder(normalize),
         texts=one_frame,
         simplify_call=dict,  # the pipeline multiplies by the inverse of what is divided by here, so pixels round apart
         blocks=("WanTransformerBlock",),
+    )
+
+
+def ltx_video() -> TinyCase:
+    texts, latents = _draw_tensors((13, 48), (4, 1, HEIGHT // 16, WIDTH // 16))
+    mask, one_frame = torch.tensor([[1] * 13, [1] * 7 + [0] * 6]), {"num_frames": 1}
+    pipe, generator = _load("random:ltx_video:tiny"), torch.Generator().manual_seed(5)
+    pipe.vae.latents_mean, pipe.vae.latents_std = torch.randn(4, generator=generator), torch.tensor([0.5, 1, 2, 3])
+
+    def normalize(pipe: Any, latents: Tensor) -> Tensor:
+        return pipe._normalize_latents(latents, pipe.vae.latents_mean, pipe.vae.latents_std)
+
+    return TinyCase(
+        "ltx_video",
+        pipe,
+        build_batch(latents, {"embeds": [texts[0], texts[1, :7]]}),
+        {"prompt_embeds": texts, "prompt_attention_mask": mask, **one_frame},
+        one_frame,
+        _build_frame_encoder(normalize),
+        "random:ltx_video:tiny",
+        lambda latents: latents.flatten(2).transpose(1, 2),
+        lambda rows: rows.transpose(1, 2).unflatten(2, (-1, HEIGHT // 16, WIDTH // 16)),
+        encode_clips=_build_clip_encoder(normalize),
+        texts=one_frame,
+        simplify_call=drop_padding,
+        blocks=("LTXVideoTransformerBlock",),
     )
 
 
@@ -894,6 +938,7 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "flux3": flux3,
     "hunyuan_image": hunyuan_image,
     "wan": wan,
+    "ltx_video": ltx_video,
     "hidream": hidream,
     "kandinsky5_image": kandinsky5_image,
     "kolors": kolors,

@@ -48,6 +48,7 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "anima": ".anima:Anima",
         "hunyuan_image": ".hunyuan_image:HunyuanImage",
         "wan": ".wan:Wan",
+        "ltx_video": ".ltx_video:LTXVideo",
     },
 )
 
