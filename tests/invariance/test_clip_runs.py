@@ -156,7 +156,7 @@ def test_every_family_of_videos_is_trained_on_clips_with_and_without_caches(name
         f"""
 [[datasets]]
 resolution = 64
-batch_size = 2
+batch_size = 1
 caption_extension = ".txt"
 [[datasets.subsets]]
 video_dir = '{tmp_path / "clips"}'
@@ -172,8 +172,7 @@ target_frames = [1, 17]
         )
         run_on_ranks(1, train, "--dataset_config", str(tmp_path / "set.toml"), "--max_train_steps", "2", *flags)
         files.append(load_file(tmp_path / folder / "lora.safetensors"))
-    for key, value in files[0].items():
-        torch.testing.assert_close(files[1][key], value, rtol=1e-3, atol=1e-4)  # clips are encoded in other batches
+    assert all(torch.equal(files[0][key], files[1][key]) for key in files[0])
     assert any(value.any() for key, value in files[0].items() if "up" in key or "lora_B" in key)
 
 

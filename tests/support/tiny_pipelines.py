@@ -774,6 +774,14 @@ def flux3() -> TinyCase:
     )
 
 
+def drop_glyph_padding(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the tokens of both texts that their masks exclude."""
+    simple = drop_padding(arguments)
+    glyphs, mask = (simple.pop(f"encoder_{name}_2", None) for name in ("hidden_states", "attention_mask"))
+    rows = [] if glyphs is None else [row[each] for row, each in zip(glyphs, mask.bool(), strict=True)]
+    return {"glyphs": [row for row in rows if len(row)], **simple}
+
+
 def hunyuan_image() -> TinyCase:
     texts, latents = _draw_tensors((13, 32), (4, HEIGHT // 16, WIDTH // 16))
     glyphs, mask = _draw_tensors((11, 24))[0], torch.tensor([[1] * 13, [1] * 7 + [0] * 6])
@@ -782,12 +790,6 @@ def hunyuan_image() -> TinyCase:
     pipe = _load("random:hunyuan_image:tiny")
     longest = pipe.tokenizer(pipe.prompt_template_encode.format("a red circle on white ground")).input_ids
     pipe.tokenizer_max_length = len(longest) - pipe.prompt_template_encode_start_idx  # sums round by the padding
-
-    def simplify_call(arguments: dict[str, Any]) -> dict[str, Any]:
-        simple = drop_padding(arguments)
-        glyphs, mask = (simple.pop(f"encoder_{name}_2", None) for name in ("hidden_states", "attention_mask"))
-        rows = [] if glyphs is None else [row[each] for row, each in zip(glyphs, mask.bool(), strict=True)]
-        return {"glyphs": [row for row in rows if len(row)], **simple}
 
     def encode(pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
         parts = zip(pixels.split(1), generators, strict=True)
@@ -807,8 +809,52 @@ def hunyuan_image() -> TinyCase:
         {},
         encode,
         "random:hunyuan_image:tiny",
-        simplify_call=simplify_call,
+        simplify_call=drop_glyph_padding,
         blocks=("HunyuanImageTransformerBlock", "HunyuanImageSingleTransformerBlock"),
+    )
+
+
+def hunyuan_video15() -> TinyCase:
+    texts, latents = _draw_tensors((13, 32), (4, 1, HEIGHT // 16, WIDTH // 16))
+    glyphs, mask = _draw_tensors((11, 24))[0], torch.tensor([[1] * 13, [1] * 7 + [0] * 6])
+    glyphs[1] = 0  # nothing in quotes
+    glyph_mask, one_frame = torch.tensor([[1] * 11, [0] * 11]), {"num_frames": 1}
+    pipe = _load("random:hunyuan_video15:tiny")
+    pipe.vae.enable_slicing()  # the mask of its attention is right for one clip only
+    chat = [
+        {"role": "system", "content": pipe.system_message},
+        {"role": "user", "content": "a red circle on white ground"},
+    ]
+    longest = pipe.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
+    pipe.tokenizer_max_length = len(longest) - pipe.prompt_template_encode_start_idx  # sums round by the padding
+
+    def simplify_call(arguments: dict[str, Any]) -> dict[str, Any]:
+        images = arguments.get("image_embeds")
+        assert images is None or not images.any(), "there is no first frame"
+        simple = {name: value for name, value in arguments.items() if name != "image_embeds"}
+        return drop_glyph_padding(simple)
+
+    def scale(pipe: Any, latents: Tensor) -> Tensor:
+        return latents * pipe.vae.config.scaling_factor
+
+    return TinyCase(
+        "hunyuan_video15",
+        pipe,
+        build_batch(latents, {"embeds": [texts[0], texts[1, :7]], "glyphs": [glyphs[0], glyphs[1, :1]]}),
+        {
+            "prompt_embeds": texts,
+            "prompt_embeds_mask": mask,
+            "prompt_embeds_2": glyphs,
+            "prompt_embeds_mask_2": glyph_mask,
+            **one_frame,
+        },
+        one_frame,
+        _build_frame_encoder(scale),
+        "random:hunyuan_video15:tiny",
+        encode_clips=_build_clip_encoder(scale),
+        texts=one_frame,
+        simplify_call=simplify_call,
+        blocks=("HunyuanVideo15TransformerBlock",),
     )
 
 
@@ -938,6 +984,7 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "flux3": flux3,
     "hunyuan_image": hunyuan_image,
     "wan": wan,
+    "hunyuan_video15": hunyuan_video15,
     "ltx_video": ltx_video,
     "hidream": hidream,
     "kandinsky5_image": kandinsky5_image,

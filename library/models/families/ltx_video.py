@@ -19,7 +19,7 @@ from ..facts import (
     SamplingFacts,
     TextFacts,
 )
-from ..model_configs import ConfigReader, ModelError, read_required
+from ..model_configs import ConfigReader, ModelError, get_downscale_factor, read_required
 from ..shared_facts import T5_TOKENIZER, match_flow_model
 from ..training_noise import LOGIT_NORMAL, TrainingNoiseFacts
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 LTX_MAX_SEQUENCE_LENGTH = 128
 """Tokens of the prompt, which the text encoder always gets padded to as many, as in diffusers' pipeline."""
+FRAME_STRIDE = 8
+"""Frames per latent frame of the VAE."""
 FRAME_RATE = 25.0
 """Frames per second, by which the transformer's positions count the time; the default of diffusers' pipeline."""
 
@@ -62,7 +64,7 @@ FACTS = FamilyFacts(
         kind="video",
         num_parameters=1_923_385_472,
         hub_id="Lightricks/LTX-Video",
-        frames=FrameRule(stride=8, fps=FRAME_RATE),
+        frames=FrameRule(stride=FRAME_STRIDE, fps=FRAME_RATE),
     ),
     # Files of other trainers are not imported: they name single files of versions that are not here.
     detection=DetectionFacts(match_configs=_match_ltx_video),
@@ -107,6 +109,9 @@ class LTXVideo(Family):
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         return BaseModelInfo("ltx_video", "ltxv")
+
+    def configure_pipeline(self, pipe: Any, read: ConfigReader) -> None:
+        pipe.vae_spatial_compression_ratio = get_downscale_factor(read_required(read, "vae/config.json"))
 
     def build_noise_process(self, pipe: Any) -> NoiseProcess:
         from ...diffusion.process import FlowMatchingProcess
@@ -165,11 +170,7 @@ class LTXVideo(Family):
             num_frames=num_frames,
             height=height,
             width=width,
-            rope_interpolation_scale=(
-                pipe.vae_temporal_compression_ratio / FRAME_RATE,
-                pixels_per_latent,
-                pixels_per_latent,
-            ),
+            rope_interpolation_scale=(FRAME_STRIDE / FRAME_RATE, pixels_per_latent, pixels_per_latent),
             return_dict=False,
         )[0]
         unpacked: Tensor = pipe._unpack_latents(predicted, num_frames, height, width)
