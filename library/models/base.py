@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ..dataloader.sample_prompts import Prompt
     from ..diffusion.process import NoiseProcess
     from .detect import DetectedModel
+    from .model_configs import ConfigReader
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,10 @@ class Family(ABC):
     @classmethod
     def prepare_denoiser(cls, denoiser: nn.Module) -> None:
         """Change the denoiser after loading, also on the meta device, where training needs more than diffusers has."""
+        return
+
+    def configure_pipeline(self, pipe: Any, read: ConfigReader) -> None:
+        """Set what diffusers' pipeline reads of components when it is built, as these may be loaded later."""
         return
 
     def build_noise_process(self, pipe: Any) -> NoiseProcess:

@@ -109,7 +109,9 @@ def load_pipeline(
         loaded["scheduler"] = _load_scheduler(model, read, index)
     with _raise_config_error(model, "guider"):
         loaded |= _load_guiders(read, index)
-    return _merge_into_pipeline(pipe, _build_pipeline(family.get_pipeline_class(), index, loaded))
+    merged = _merge_into_pipeline(pipe, _build_pipeline(family.get_pipeline_class(), index, loaded))
+    family.configure_pipeline(merged, read)
+    return merged
 
 
 def load_pipeline_on_meta(family: "Family", model: DetectedModel, dtype: torch.dtype) -> Any:
@@ -141,7 +143,9 @@ def load_pipeline_on_meta(family: "Family", model: DetectedModel, dtype: torch.d
             parameter.data = parameter.data.to(loaded_dtype)
         cast_persistent_buffers(component, loaded_dtype)
         loaded[name] = component.to("meta")
-    return _build_pipeline(family.get_pipeline_class(), index, loaded)
+    pipe = _build_pipeline(family.get_pipeline_class(), index, loaded)
+    family.configure_pipeline(pipe, read)
+    return pipe
 
 
 def load_components_on_meta(model: DetectedModel, components: Sequence[str]) -> Any:

@@ -122,7 +122,11 @@ def is_component(value: Any) -> bool:
 
 
 def get_downscale_factor(config: JsonDict) -> int:
-    """Downscale factor of a VAE or UNet: every block but the last halves the resolution."""
+    """Downscale factor of a VAE or UNet: what it says, or every block but the last halves the resolution."""
+    if isinstance(ratio := config.get("spatial_compression_ratio"), int):
+        return ratio
+    if isinstance(scalings := config.get("spatio_temporal_scaling"), list):  # of LTX-Video's VAE, with patches
+        return int(config.get("patch_size", 4) * 2 ** sum(scalings))
     downsamples = config.get("temperal_downsample")  # spelled so in video VAEs
     if isinstance(downsamples, list):
         return int(2 ** len(downsamples))

@@ -67,12 +67,14 @@ KOHYA_FLOW_OBJECTIVE = KohyaObjective(
 """What the objectives of sd-scripts' scripts for FLUX.1 and its siblings have in common, without their defaults."""
 
 
-def match_flow_model(read: ConfigReader, channels_per_latent: int, reason: str, patch_size: int = 2) -> FamilyMatch:
-    """Check a flow-matching transformer, whose input has ``channels_per_latent`` for each latent channel."""
+def match_flow_model(
+    read: ConfigReader, channels_per_latent: int, reason: str, patch_size: int = 2, *, more_channels: int = 0
+) -> FamilyMatch:
+    """Check a flow-matching transformer, whose input has ``channels_per_latent`` for each latent channel, and more."""
     transformer, vae = read_required(read, "transformer/config.json"), read_required(read, "vae/config.json")
     channels, latent_channels = transformer.get("in_channels"), vae.get("latent_channels", vae.get("z_dim"))
     if isinstance(channels, int) and isinstance(latent_channels, int):
-        expected = latent_channels * channels_per_latent
+        expected = latent_channels * channels_per_latent + more_channels
         if channels != expected:
             raise ModelError(
                 f"its transformer has {channels} input channels instead of {expected}; inpainting, editing and control "

@@ -12,7 +12,7 @@ from ..diffusion.noise_levels import NoiseDistribution
 from ..diffusion.timestep_shift import TimestepShift, build_timestep_shift
 from .model_configs import ConfigReader, read_scheduler_config
 
-PROGRAMS = ("musubi-tuner", "sd-scripts", "ai-toolkit", "OneTrainer")
+PROGRAMS = ("musubi-tuner", "sd-scripts", "ai-toolkit", "OneTrainer", "diffusion-pipe")
 """The other trainers whose noise levels are compared."""
 
 

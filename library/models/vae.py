@@ -50,7 +50,12 @@ def _get_shift_factor(vae: Any) -> float:
 
 
 def get_latent_statistics(vae: Any, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation per channel of a video VAE's latents (B, C, F, H, W)."""
+    """Return mean and standard deviation per channel of a video VAE's latents (B, C, F, H, W).
+
+    They are in the VAE's config, or buffers among its weights.
+    """
+    if "latents_mean" in dict(vae.named_buffers(recurse=False)):
+        return vae.latents_mean.view(1, -1, 1, 1, 1), vae.latents_std.view(1, -1, 1, 1, 1)
     statistics = (vae.config.latents_mean, vae.config.latents_std)
     mean, std = (copy_async(torch.tensor(values).view(1, -1, 1, 1, 1), like) for values in statistics)
     return mean, std
@@ -66,12 +71,13 @@ def encode_clip_moments(vae: Any, pixels: Tensor) -> Moments:
 
 
 @torch.no_grad()
-def decode_clip_latents(vae: Any, latents: Tensor) -> Tensor:
-    """Decode latents (B, C, F, H, W) with a video VAE to pixels in -1..1."""
+def decode_clip_latents(vae: Any, latents: Tensor, timestep: Tensor | None = None) -> Tensor:
+    """Decode latents (B, C, F, H, W) with a video VAE to pixels in -1..1; some get the noise level of the latents."""
     latents = latents.to(vae.device, vae.dtype)
     mean, std = get_latent_statistics(vae, latents)
+    levels = () if timestep is None else (timestep.to(latents),)
     with disable_autocast(vae):
-        pixels: Tensor = vae.decode(latents * std + mean, return_dict=False)[0]
+        pixels: Tensor = vae.decode(latents * std + mean, *levels, return_dict=False)[0]
     return pixels
 
 

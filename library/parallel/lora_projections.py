@@ -159,7 +159,7 @@ def find_projections(model: nn.Module) -> Iterator[list[FusedLoraForward]]:
     for path, module in model.named_modules():
         children = {name for name, child in module.named_children() if child is not None}
         for names in PROJECTIONS:
-            is_cross = getattr(module, "is_cross_attention", path.endswith(".cross_attention"))
+            is_cross = getattr(module, "is_cross_attention", path.endswith((".cross_attention", ".attn2")))
             readers = [name for name in (names[1:] if is_cross else names) if name in children]
             forwards = [vars(module.get_submodule(name)).get("forward") for name in readers]
             layers = [each for each in forwards if isinstance(each, FusedLoraForward)]

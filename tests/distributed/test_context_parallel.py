@@ -50,6 +50,8 @@ TRANSFORMERS = ("sd3", "flux", "z_image", "qwen_image")
         pytest.param("pixart_sigma", "CP 2", "no", (*UNET, "--network_dropout", "0.3"), marks=LONG),
         pytest.param("hunyuan_image", "CP 2", "no", (*UNET, "--network_dropout", "0.3"), marks=LONG),
         pytest.param("longcat_image", "CP 2", "no", UNET, marks=LONG),
+        pytest.param("hunyuan_video15", "CP 2", "no", (*UNET, "--network_dropout", "0.3"), marks=LONG),
+        pytest.param("ltx_video", "CP 2", "no", (*UNET, "--network_dropout", "0.3"), marks=LONG),
         pytest.param("qwen_image21", "PP 2 x CP 2", "no", (*UNET, "--gradient_checkpointing"), marks=LONG),
     ],
 )

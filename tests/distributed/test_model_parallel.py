@@ -58,6 +58,8 @@ LONG = pytest.mark.slow
         pytest.param("lumina2", "TP 2", "no", ("--network_train_unet_only",), marks=LONG),
         pytest.param("cogview4", "TP 2", "no", ("--network_train_unet_only",), marks=LONG),
         pytest.param("pixart_sigma", "TP 2 x PP 2", "no", ("--network_train_unet_only",), marks=LONG),
+        pytest.param("hunyuan_video15", "TP 2 x PP 2", "no", ("--network_train_unet_only",), marks=LONG),
+        pytest.param("ltx_video", "PP 2, 1f1b", "no", ("--network_train_unet_only",), marks=LONG),
         pytest.param("kolors", "TP 2 x PP 2", "no", ("--network_train_unet_only",), marks=LONG),
         pytest.param("hidream", "FSDP 2 x 2", "no", ("--network_train_unet_only",), marks=LONG),
         # In float32, rotary positions that the model rounds to bf16 make rounding errors grow.

@@ -16,10 +16,12 @@ from safetensors.torch import load_file
 from training_runs import train
 
 from library.dataset.clip_encoding import decode_animation
+from library.models.families import FAMILY_FACTS
 from library.tools.plan import run_plan
 
 pytestmark = pytest.mark.slow
 STEPS, KILLED_AT = 6, 3
+VIDEO_FAMILIES = [name for name, facts in FAMILY_FACTS.items() if facts.pipeline.frames is not None]
 SIZES = ((96, 64), (64, 96), (64, 64), (128, 72), (72, 128))
 RATES = (16, 24, Fraction(30000, 1001))
 LONG_FPS = 2
@@ -80,13 +82,17 @@ def build_cached_flags(data: Path, folder: Path) -> tuple[str, ...]:
     return build_flags(data, folder, *CACHED, *previews, "--sample_every_n_steps", str(PREVIEWS_AT))
 
 
+def build_run_flags(folder: Path, *more: str) -> tuple[str, ...]:
+    settings = "--network_dim 2 --learning_rate 1e-2 --seed 3 --mixed_precision no"
+    return "--output_dir", str(folder), *settings.split(), *more
+
+
 def build_flags(data: Path, folder: Path, *more: str) -> tuple[str, ...]:
-    settings = "--network_dim 2 --learning_rate 1e-2 --ema_decay 0.9 --save_every_n_steps 2 --save_state --seed 3"
     return (
         *("--pretrained_model_name_or_path", "random:wan:tiny", "--dataset_config", str(data)),
-        *("--output_dir", str(folder), "--max_train_steps", str(STEPS), "--on_invalid_images", "skip"),
-        *f"{settings} --mixed_precision no --auto_resume".split(),
-        *more,
+        *("--max_train_steps", str(STEPS), "--on_invalid_images", "skip"),
+        *"--ema_decay 0.9 --save_every_n_steps 2 --save_state --auto_resume".split(),
+        *build_run_flags(folder, *more),
     )
 
 
@@ -182,6 +188,35 @@ def test_the_exported_file_has_the_names_of_musubi_tuner_and_loads_into_diffuser
     theirs = loaded["blocks.0.attn1.to_q.lora_B.clips.weight"] @ loaded["blocks.0.attn1.to_q.lora_A.clips.weight"]
     expected = scale * ours @ weights["lora_unet_blocks_0_self_attn_q.lora_down.weight"]
     torch.testing.assert_close(theirs * pipe.transformer.blocks[0].attn1.to_q.scaling["clips"], expected)
+
+
+@pytest.mark.parametrize("name", [name for name in VIDEO_FAMILIES if name != "wan"])
+def test_every_family_of_videos_is_trained_on_clips_with_and_without_caches(name, tmp_path):
+    for number in range(2):
+        clip = write_clip(tmp_path / "clips" / f"{number}.mp4", 30, 24, (96, 64), shade=80 * number)
+        clip.with_suffix(".txt").write_text(f'clip {number}, moving "LETTERS"', encoding="utf-8")
+    (tmp_path / "set.toml").write_text(
+        f"""
+[[datasets]]
+resolution = 64
+batch_size = 1
+caption_extension = ".txt"
+[[datasets.subsets]]
+video_dir = '{tmp_path / "clips"}'
+target_frames = [1, 17]
+"""
+    )
+    files = []
+    for folder, options in (("cached", CACHED), ("uncached", ())):
+        flags = (
+            "--pretrained_model_name_or_path",
+            f"random:{name}:tiny",
+            *build_run_flags(tmp_path / folder, *options),
+        )
+        run_on_ranks(1, train, "--dataset_config", str(tmp_path / "set.toml"), "--max_train_steps", "2", *flags)
+        files.append(load_file(tmp_path / folder / "lora.safetensors"))
+    assert all(torch.equal(files[0][key], files[1][key]) for key in files[0])
+    assert any(value.any() for key, value in files[0].items() if "up" in key or "lora_B" in key)
 
 
 def test_two_ranks_train_the_same_as_one(dataset, tmp_path):

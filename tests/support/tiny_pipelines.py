@@ -598,17 +598,32 @@ def anima() -> TinyCase:
     )
 
 
+def _build_frame_encoder(
+    normalize: Callable[[Any, Tensor], Tensor],
+) -> Callable[[Any, Tensor, Sequence[torch.Generator]], Tensor]:
+    """Return a function that encodes images as clips of one frame, and normalizes their latents: (pipe, latents)."""
+
+    def encode(pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+        parts = zip(pixels.unsqueeze(2).split(1), generators, strict=True)
+        drawn = [retrieve_latents(pipe.vae.encode(pixel), generator, "sample") for pixel, generator in parts]
+        return normalize(pipe, torch.cat(drawn))
+
+    return encode
+
+
+def _build_clip_encoder(normalize: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    return lambda pipe, clips: normalize(pipe, pipe.vae.encode(clips).latent_dist.mode())
+
+
 def wan() -> TinyCase:
     texts, latents = _draw_tensors((512, 16), (4, 1, HEIGHT // 8, WIDTH // 8))
     texts[0, 13:], texts[1, 7:] = 0, 0
     one_frame = {"num_frames": 1}
 
-    def encode(pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+    def normalize(pipe: Any, latents: Tensor) -> Tensor:
         config = pipe.vae.config
         mean, std = (torch.tensor(each).view(1, -1, 1, 1, 1) for each in (config.latents_mean, config.latents_std))
-        parts = zip(pixels.unsqueeze(2).split(1), generators, strict=True)
-        drawn = [retrieve_latents(pipe.vae.encode(pixel), generator, "sample") for pixel, generator in parts]
-        return (torch.cat(drawn) - mean) * (1.0 / std)
+        return (latents - mean) * (1.0 / std)
 
     return TinyCase(
         "wan",
@@ -616,11 +631,38 @@ def wan() -> TinyCase:
         build_batch(latents, {"embeds": [texts[0, :13], texts[1, :7]]}),
         {"prompt_embeds": texts, **one_frame},
         one_frame,
-        encode,
+        _build_frame_encoder(normalize),
         "random:wan:tiny",
+        encode_clips=_build_clip_encoder(normalize),
         texts=one_frame,
         simplify_call=dict,  # the pipeline multiplies by the inverse of what is divided by here, so pixels round apart
         blocks=("WanTransformerBlock",),
+    )
+
+
+def ltx_video() -> TinyCase:
+    texts, latents = _draw_tensors((13, 48), (4, 1, HEIGHT // 16, WIDTH // 16))
+    mask, one_frame = torch.tensor([[1] * 13, [1] * 7 + [0] * 6]), {"num_frames": 1}
+    pipe, generator = _load("random:ltx_video:tiny"), torch.Generator().manual_seed(5)
+    pipe.vae.latents_mean, pipe.vae.latents_std = torch.randn(4, generator=generator), torch.tensor([0.5, 1, 2, 3])
+
+    def normalize(pipe: Any, latents: Tensor) -> Tensor:
+        return pipe._normalize_latents(latents, pipe.vae.latents_mean, pipe.vae.latents_std)
+
+    return TinyCase(
+        "ltx_video",
+        pipe,
+        build_batch(latents, {"embeds": [texts[0], texts[1, :7]]}),
+        {"prompt_embeds": texts, "prompt_attention_mask": mask, **one_frame},
+        one_frame,
+        _build_frame_encoder(normalize),
+        "random:ltx_video:tiny",
+        lambda latents: latents.flatten(2).transpose(1, 2),
+        lambda rows: rows.transpose(1, 2).unflatten(2, (-1, HEIGHT // 16, WIDTH // 16)),
+        encode_clips=_build_clip_encoder(normalize),
+        texts=one_frame,
+        simplify_call=drop_padding,
+        blocks=("LTXVideoTransformerBlock",),
     )
 
 
@@ -650,6 +692,14 @@ def flux3() -> TinyCase:
     )
 
 
+def drop_glyph_padding(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the tokens of both texts that their masks exclude."""
+    simple = drop_padding(arguments)
+    glyphs, mask = (simple.pop(f"encoder_{name}_2", None) for name in ("hidden_states", "attention_mask"))
+    rows = [] if glyphs is None else [row[each] for row, each in zip(glyphs, mask.bool(), strict=True)]
+    return {"glyphs": [row for row in rows if len(row)], **simple}
+
+
 def hunyuan_image() -> TinyCase:
     texts, latents = _draw_tensors((13, 32), (4, HEIGHT // 16, WIDTH // 16))
     glyphs, mask = _draw_tensors((11, 24))[0], torch.tensor([[1] * 13, [1] * 7 + [0] * 6])
@@ -658,12 +708,6 @@ def hunyuan_image() -> TinyCase:
     pipe = _load("random:hunyuan_image:tiny")
     longest = pipe.tokenizer(pipe.prompt_template_encode.format("a red circle on white ground")).input_ids
     pipe.tokenizer_max_length = len(longest) - pipe.prompt_template_encode_start_idx  # sums round by the padding
-
-    def simplify_call(arguments: dict[str, Any]) -> dict[str, Any]:
-        simple = drop_padding(arguments)
-        glyphs, mask = (simple.pop(f"encoder_{name}_2", None) for name in ("hidden_states", "attention_mask"))
-        rows = [] if glyphs is None else [row[each] for row, each in zip(glyphs, mask.bool(), strict=True)]
-        return {"glyphs": [row for row in rows if len(row)], **simple}
 
     def encode(pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
         parts = zip(pixels.split(1), generators, strict=True)
@@ -683,8 +727,52 @@ def hunyuan_image() -> TinyCase:
         {},
         encode,
         "random:hunyuan_image:tiny",
-        simplify_call=simplify_call,
+        simplify_call=drop_glyph_padding,
         blocks=("HunyuanImageTransformerBlock", "HunyuanImageSingleTransformerBlock"),
+    )
+
+
+def hunyuan_video15() -> TinyCase:
+    texts, latents = _draw_tensors((13, 32), (4, 1, HEIGHT // 16, WIDTH // 16))
+    glyphs, mask = _draw_tensors((11, 24))[0], torch.tensor([[1] * 13, [1] * 7 + [0] * 6])
+    glyphs[1] = 0  # nothing in quotes
+    glyph_mask, one_frame = torch.tensor([[1] * 11, [0] * 11]), {"num_frames": 1}
+    pipe = _load("random:hunyuan_video15:tiny")
+    pipe.vae.enable_slicing()  # the mask of its attention is right for one clip only
+    chat = [
+        {"role": "system", "content": pipe.system_message},
+        {"role": "user", "content": "a red circle on white ground"},
+    ]
+    longest = pipe.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
+    pipe.tokenizer_max_length = len(longest) - pipe.prompt_template_encode_start_idx  # sums round by the padding
+
+    def simplify_call(arguments: dict[str, Any]) -> dict[str, Any]:
+        images = arguments.get("image_embeds")
+        assert images is None or not images.any(), "there is no first frame"
+        simple = {name: value for name, value in arguments.items() if name != "image_embeds"}
+        return drop_glyph_padding(simple)
+
+    def scale(pipe: Any, latents: Tensor) -> Tensor:
+        return latents * pipe.vae.config.scaling_factor
+
+    return TinyCase(
+        "hunyuan_video15",
+        pipe,
+        build_batch(latents, {"embeds": [texts[0], texts[1, :7]], "glyphs": [glyphs[0], glyphs[1, :1]]}),
+        {
+            "prompt_embeds": texts,
+            "prompt_embeds_mask": mask,
+            "prompt_embeds_2": glyphs,
+            "prompt_embeds_mask_2": glyph_mask,
+            **one_frame,
+        },
+        one_frame,
+        _build_frame_encoder(scale),
+        "random:hunyuan_video15:tiny",
+        encode_clips=_build_clip_encoder(scale),
+        texts=one_frame,
+        simplify_call=simplify_call,
+        blocks=("HunyuanVideo15TransformerBlock",),
     )
 
 
@@ -814,6 +902,8 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "flux3": flux3,
     "hunyuan_image": hunyuan_image,
     "wan": wan,
+    "hunyuan_video15": hunyuan_video15,
+    "ltx_video": ltx_video,
     "hidream": hidream,
     "kandinsky5_image": kandinsky5_image,
     "kolors": kolors,

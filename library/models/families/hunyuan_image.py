@@ -143,7 +143,9 @@ class HunyuanImage(Family):
     facts = FACTS
 
     def get_pipeline_class(self) -> Any:
-        return _build_pipeline_class()
+        from diffusers import HunyuanImagePipeline
+
+        return build_guided_pipeline_class(HunyuanImagePipeline, ("guider", "ocr_guider"))
 
     @classmethod
     def prepare_denoiser(cls, denoiser: Any) -> None:
@@ -199,7 +201,7 @@ class HunyuanImage(Family):
         from ..text_encoding import pad_text_embeds
 
         embeds, mask = pad_text_embeds(batch.cond["embeds"], batch.text_pad_multiple)
-        glyphs, glyph_mask = _pad_glyphs(batch.cond["glyphs"], MAX_GLYPH_TOKENS if batch.text_pad_multiple > 1 else 1)
+        glyphs, glyph_mask = pad_glyphs(batch.cond["glyphs"], MAX_GLYPH_TOKENS if batch.text_pad_multiple > 1 else 1)
         predicted: Tensor = denoiser(
             hidden_states=noisy_latents,
             timestep=timesteps,
@@ -217,7 +219,7 @@ class HunyuanImage(Family):
         kwargs: dict[str, Any] = {"guidance_scale": self.facts.sampling.get_guidance_scale(prompt.cfg_scale)}
         for start, texts in (("", cond), ("negative_", negative_cond)):
             kwargs[f"{start}prompt_embeds"], kwargs[f"{start}prompt_embeds_mask"] = pad_text_embeds(texts["embeds"])
-            kwargs[f"{start}prompt_embeds_2"], kwargs[f"{start}prompt_embeds_mask_2"] = _pad_glyphs(texts["glyphs"])
+            kwargs[f"{start}prompt_embeds_2"], kwargs[f"{start}prompt_embeds_mask_2"] = pad_glyphs(texts["glyphs"])
         return kwargs
 
 
@@ -251,7 +253,7 @@ def _encode_glyphs(pipe: Any, prompt: str) -> Tensor:
     return text_encoding.drop_padding(embeds, mask)[0]
 
 
-def _pad_glyphs(glyphs: Tensor | Sequence[Tensor], multiple: int = 1) -> tuple[Tensor, Tensor]:
+def pad_glyphs(glyphs: Tensor | Sequence[Tensor], multiple: int = 1) -> tuple[Tensor, Tensor]:
     """Pad and mask what is in quotes; where nothing is, the layers for it run all the same, as on other ranks."""
     from ..text_encoding import pad_text_embeds
 
@@ -304,16 +306,13 @@ def _build_transformer_class() -> Any:
     return copy_class_name(MaskedTextTransformer, transformer)
 
 
-def _build_pipeline_class() -> Any:
-    """diffusers' pipeline with the scale of its guiders as an argument of the call."""
-    from diffusers import HunyuanImagePipeline
-
-    pipeline: Any = HunyuanImagePipeline
+def build_guided_pipeline_class(pipeline: Any, names: Sequence[str]) -> Any:
+    """Build a pipeline of diffusers with the scale of these guiders as an argument of the call."""
 
     class GuidedPipeline(pipeline):  # type: ignore[misc]
         def __call__(self, *args: Any, guidance_scale: float | None = None, **kwargs: Any) -> Any:
             call: Callable[..., Any] = super().__call__
-            guiders = {name: getattr(self, name) for name in ("guider", "ocr_guider")}
+            guiders = {name: getattr(self, name) for name in names}
             if guidance_scale is None:
                 return call(*args, **kwargs)
             try:

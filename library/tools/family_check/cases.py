@@ -66,6 +66,8 @@ class TinyCase:
     """The value that disables guidance."""
     texts: dict[str, Any] = field(default_factory=dict)
     """Arguments that make the diffusers pipeline encode prompts as the family does."""
+    encode_clips: Callable[[Any, Tensor], Tensor] | None = None
+    """Encode clips to the mean of their latents, for a family of videos: (pipe, clips)."""
     build_negative: Callable[[Any, str], dict[str, Any]] = lambda pipe, text: {"negative_prompt": text}
     """Arguments for a negative prompt: (pipe, text)."""
     build_prompt: Callable[[Any, str, str], dict[str, Any]] | None = None
