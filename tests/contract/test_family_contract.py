@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from family_cases import SIZE, build_case, case
-from PIL import Image
+from PIL import Image, ImageChops
 from tiny_pipelines import TINY
 from torch import nn
 
@@ -14,7 +14,7 @@ from library.models.families import FAMILIES, FAMILY_FACTS
 from library.tools.family_check.adapter_checks import ADAPTER_CHECKS
 from library.tools.family_check.cases import CheckSkippedError
 from library.tools.family_check.checks import CHECKS
-from library.tools.family_check.preview_checks import PREVIEW_CHECKS, generate_preview
+from library.tools.family_check.preview_checks import PREVIEW_CHECKS, build_preview_prompt, generate_preview
 
 __all__ = ["build_case", "case"]  # fixtures
 
