@@ -12,6 +12,7 @@ from ..adapters.injection import ADAPTER_NAME, find_linear_lora_layers
 from .lora_linear import FusedLoraForward, HalfPrecisionCopies
 from .lora_projections import PendingOutputs, ProjectionGroup, find_projections
 from .quantize import FrozenLinear
+from .quantized_matmul import QuantizedMatmulLinear
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ def fuse_lora_layers(model: nn.Module, dtype: torch.dtype) -> int:
 
 
 def _can_fuse(layer: Any) -> bool:
-    return type(layer.base_layer) in (nn.Linear, FrozenLinear)
+    return type(layer.base_layer) in (nn.Linear, FrozenLinear, QuantizedMatmulLinear)
 
 
 def _report_other_layers(model: nn.Module, fused: list[Any]) -> None:
