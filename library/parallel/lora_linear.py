@@ -107,11 +107,16 @@ class FusedLoraForward:
         copies: HalfPrecisionCopies,
         *,
         multiplies_to_float32: bool,
+        adds_in_place: bool = True,
         report_peft: Callable[[], None] | None = None,
     ):
-        """Take whether the device multiplies half precision to float32, and what reports that peft computes a layer."""
+        """Take the layer, how it computes, and what reports that peft computes it.
+
+        ``multiplies_to_float32``: whether the device does so with half precision; ``adds_in_place``: whether the LoRA
+        is added to the output of the base itself, which selective checkpointing then cannot save.
+        """
         self.layer, self.copies, self.multiplies_to_float32 = layer, copies, multiplies_to_float32
-        self._report_peft = report_peft
+        self.adds_in_place, self._report_peft = adds_in_place, report_peft
         self.base, self.down, self.up = layer.base_layer, layer.lora_A[ADAPTER_NAME], layer.lora_B[ADAPTER_NAME]
         self.group: SharedInput | None = None
         self._peft_forward = layer.forward
@@ -169,6 +174,10 @@ class FusedLoraForward:
         if isinstance(base, QuantizedMatmulLinear):
             return flatten(base.compute_forward(states.view(shape), bias, has_backward=has_backward))
         return F.linear(states, self._fetch_base_weight(states.dtype, has_backward=has_backward), bias)
+
+    def add_up(self, output: Tensor, hidden: Tensor, half_up: Tensor) -> Tensor:
+        """Add the output of lora_B to that of the base."""
+        return torch.addmm(output, hidden, half_up.t(), out=output if self.adds_in_place else None)
 
     def compute_input_grad(self, gradient: Tensor, hidden_grad: Tensor, half_down: Tensor, shape: torch.Size) -> Tensor:
         """Compute the gradient of an input of this shape from those of the outputs of the base and of lora_A."""
@@ -237,7 +246,7 @@ class _LoraLinear(torch.autograd.Function):
         states = flatten(input.to(half_up.dtype))
         output: Tensor = layer.compute_base(states, input.shape, has_backward=ctx.needs_input_grad[0])
         hidden = multiply(states, half_down.t(), layer.scaling)
-        torch.addmm(output, hidden, half_up.t(), out=output)
+        output = layer.add_up(output, hidden, half_up)
         _save_states(ctx, states, recomputation, hidden)
         ctx.half_down, ctx.half_up, ctx.layer = half_down, half_up, layer
         ctx.shape, ctx.dtype, ctx.weight_dtype = input.shape, input.dtype, down.dtype

@@ -106,8 +106,8 @@ class _LoraProjections(torch.autograd.Function):
         shape, has_backward = input.shape, ctx.needs_input_grad[0]
         outputs = [layer.compute_base(states, shape, has_backward=has_backward) for layer in layers]
         hidden = multiply(states, half_down.t(), layers[0].scaling)
-        for output, part, half_up in zip(outputs, group.split_ranks(hidden), half_ups, strict=True):
-            torch.addmm(output, part, half_up.t(), out=output)
+        rest = zip(layers, outputs, group.split_ranks(hidden), half_ups, strict=True)
+        outputs = [layer.add_up(*tensors) for layer, *tensors in rest]
         ctx.save_for_backward(states, hidden)
         ctx.set_materialize_grads(False)
         ctx.group, ctx.half_down, ctx.half_ups = group, half_down, half_ups
