@@ -25,6 +25,8 @@ MODELS = ("sdxl", "flux", "qwen_image", "z_image", "hunyuan_image")
 DEFAULT_MODELS = MODELS[:4]
 SIZES = (8, 12, 16, 24, 48)
 GB = 2**30
+ONE_DEVICE = "one device"
+"""Name of the layout of one process without distributed training."""
 MEASURED = {
     "--gradient_checkpointing": 1.87,
     "--blocks_to_swap HALF": 1.50,
@@ -70,9 +72,12 @@ def run(options: Namespace, training_options: Sequence[str], directory: Path) ->
 def build_search(family: str, is_tiny: bool, processes: int, more: Sequence[str]) -> GridSearch:
     """Build the search for a model with random weights, LoRA of rank 16, at 1024 x 1024 with a batch size of 1."""
     model, resolution = (f"random:{family}:tiny", "128") if is_tiny else (f"random:{family}", "1024")
-    config, explicit = load_training_options(
-        ["--pretrained_model_name_or_path", model, "--resolution", resolution, "--mixed_precision", "bf16", *more]
-    )
+    argv = ["--pretrained_model_name_or_path", model, "--resolution", resolution, "--mixed_precision", "bf16", *more]
+    return start_search(argv, processes)
+
+
+def start_search(training_options: Sequence[str], processes: int = 1) -> GridSearch:
+    config, explicit = load_training_options(training_options)
     detected, batch = detect_model(config.model), build_batch(config)
     finder = LayoutFinder(config, explicit, detected, processes)
     return GridSearch(finder, MetaRuns(detected, batch), Devices(processes, 2**40))
@@ -122,7 +127,7 @@ def list_cells(candidate: Candidate) -> list[object]:
 def compare_with_measured_times() -> Iterator[Measurement]:
     """Compare the model's ratios with those of the H100, on peft's layers, with which these were measured."""
     search = build_search("sdxl", False, 1, ["--no-fused_layers"])
-    devices = [each for each in search.candidates if each.layout.name == "one device"]
+    devices = [each for each in search.candidates if each.layout.name == ONE_DEVICE]
     seconds = {format_flags(each.options): 1 / each.images_per_second for each in devices}
     half = max(each.options.get("blocks_to_swap", 0) for each in devices) // 2
     for name, measured in MEASURED.items():

@@ -19,11 +19,13 @@ COMPILED = ("--torch_compile",)
 VARIANTS: Mapping[str, Sequence[str]] = {
     "eager": (),
     "graphs": GRAPHS,
+    "compiled": COMPILED,
     "eager again": (),
     "graphs, checkpointed": (*GRAPHS, "--gradient_checkpointing"),
-    "compiled": COMPILED,
     "compiled, graphs": (*COMPILED, *GRAPHS),
 }
+FEW = 3
+"""How many of the variants say how fast a step is."""
 BUCKETS = ((1024, 1024), (1216, 832), (832, 1216))
 MIN_SPEEDUP = 2.0
 """Of graphs over eager: a graph of a bare loop was 4.6 times as fast with a batch size of 1."""
@@ -31,13 +33,24 @@ MIN_SPEEDUP = 2.0
 
 def compare_graphs(context: SectionContext) -> Iterator[Measurement]:
     """Train with one bucket, and with three that share a memory pool; compare with the losses of eager steps."""
-    turn = context.choose(10, 1)
+    turn = context.choose(6, 1)
+    yield from compare_variants(context, [*VARIANTS], turn)
+    yield from compare_buckets(context, turn)
+
+
+def compare_modes(context: SectionContext) -> Iterator[Measurement]:
+    """Train eagerly, with graphs, and compiled."""
+    yield from compare_variants(context, [*VARIANTS][:FEW], context.choose(6, 1))
+
+
+def compare_variants(context: SectionContext, names: Sequence[str], turn: int) -> Iterator[Measurement]:
+    """Train with one bucket in each way; compare with the first."""
     expected: torch.Tensor | None = None
     baseline = 0.0
-    for name, options in VARIANTS.items():
+    for name in names:
         release_memory(context.device)
         try:
-            losses, seconds, peak = train_variant(context, name, options, turn)
+            losses, seconds, peak = train_variant(context, name, VARIANTS[name], turn)
         except NOT_MEASURED as error:
             yield Measurement(f"{name}: step", [], note=format_failure(error))
             continue
@@ -50,7 +63,6 @@ def compare_graphs(context: SectionContext) -> Iterator[Measurement]:
         if name == "graphs":
             limit = None if context.is_tiny else MIN_SPEEDUP
             yield Measurement("speedup of graphs", [baseline / seconds], "x", at_least=limit)
-    yield from compare_buckets(context, turn)
 
 
 def compare_buckets(context: SectionContext, turn: int) -> Iterator[Measurement]:

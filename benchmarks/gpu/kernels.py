@@ -20,8 +20,8 @@ from .training_speed import CACHED, measure_run
 
 QUANTIZED_STEPS: Mapping[str, Sequence[str]] = {
     "bf16": (),
-    **{kind: ("--quantize_base", kind) for kind in QUANT_TYPES},
     **{f"{kind} matmul": ("--quantize_base", kind, "--quantized_matmul") for kind in QUANT_TYPES},
+    **{kind: ("--quantize_base", kind) for kind in QUANT_TYPES},
 }
 
 
@@ -95,23 +95,31 @@ def train_quantized(context: SectionContext) -> Iterator[Measurement]:
 
 
 def measure_quantized_steps(context: SectionContext) -> Iterator[Measurement]:
-    """Measure steps of a whole model with each base; eager, and with ``--torch_compile``."""
+    """Measure steps of a whole model with each base."""
+    yield from _measure_bases(context, ())
+
+
+def measure_compiled_quantized_steps(context: SectionContext) -> Iterator[Measurement]:
+    """Measure the same with ``--torch_compile``."""
+    yield from _measure_bases(
+        context, ("--torch_compile", *(("--dynamo_backend", "aot_eager") if context.is_tiny else ()))
+    )
+
+
+def _measure_bases(context: SectionContext, compilation: Sequence[str]) -> Iterator[Measurement]:
     turn = context.choose(4, 1)
     precision = ("--mixed_precision", "bf16") if context.is_tiny else ()
     argv = write_dataset([*context.training_options, *precision, *CACHED], context.directory, 3 * turn)
-    compiled = ("--torch_compile", *(("--dynamo_backend", "aot_eager") if context.is_tiny else ()))
-    for compilation in ((), compiled):
-        baseline = 0.0
-        for name, options in QUANTIZED_STEPS.items():
-            title = f"{'compiled, ' if compilation else ''}{name}"
-            folder = context.directory / title.replace(" ", "_")
-            folder.mkdir()
-            release_memory(context.device)
-            try:
-                seconds, peak = measure_run([*argv, *options, *compilation], folder, turn)
-            except NOT_MEASURED as error:
-                yield Measurement(f"{title}: step", [], note=format_failure(error))
-                continue
-            baseline = baseline or seconds
-            yield Measurement(f"{title}: step", [seconds], "s", note=f"{seconds / baseline:.2f} x bf16")
-            yield Measurement(f"{title}: peak memory", [peak], "GB")
+    baseline = 0.0
+    for name, options in QUANTIZED_STEPS.items():
+        folder = context.directory / name.replace(" ", "_")
+        folder.mkdir()
+        release_memory(context.device)
+        try:
+            seconds, peak = measure_run([*argv, *options, *compilation], folder, turn)
+        except NOT_MEASURED as error:
+            yield Measurement(f"{name}: step", [], note=format_failure(error))
+            continue
+        baseline = baseline or seconds
+        yield Measurement(f"{name}: step", [seconds], "s", note=f"{seconds / baseline:.2f} x bf16")
+        yield Measurement(f"{name}: peak memory", [peak], "GB")

@@ -1,4 +1,4 @@
-"""Memory on the device: each memory-saving option against the estimate, and FLUX.1 within small cards."""
+"""Memory on the device: each memory-saving option against the estimate, and models within small cards as advised."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -8,11 +8,13 @@ from multiprocessing import get_context
 import torch
 
 from library.distributed.device_memory import has_device_memory
+from library.estimate.advice import MARGIN
 
+from ..advice import ONE_DEVICE, start_search
 from ..memory import SWITCHES, count_blocks
 from ..report import Measurement
 from ..synthetic_run import CAPTION, load_training_options, release_memory, write_dataset
-from .sections import NOT_MEASURED, SectionContext, format_failure, yield_unmeasured
+from .sections import NOT_MEASURED, SectionContext, format_failure
 from .training_speed import CACHED, measure_run
 
 MEASURED = ("baseline", "checkpointing", "swap_half", "checkpointing_every_2", "budget_0.5", "cpu_offload", "swap_all",
@@ -20,17 +22,10 @@ MEASURED = ("baseline", "checkpointing", "swap_half", "checkpointing_every_2", "
 AGAIN = "baseline_again"
 MAX_SWAP_RATIO = 1.2
 """Step time with half of the blocks swapped."""
-RING_SIZES = (1, 2, 0, 12)
+RING_SIZES = (1, 0, 12)
 """Buffers of swapped blocks to compare; 0 is the default."""
-CARDS: Sequence[tuple[int, Sequence[str]]] = (
-    (24, ("--gradient_checkpointing", "--blocks_to_swap", "16")),
-    (24, ("--gradient_checkpointing", "--quantize_base", "fp8")),
-    (16, ("--gradient_checkpointing", "--blocks_to_swap", "40")),
-    (16, ("--gradient_checkpointing", "--quantize_base", "int8", "--cpu_offload_checkpointing")),
-    (12, ("--gradient_checkpointing", "--blocks_to_swap", "50")),
-    (12, ("--gradient_checkpointing", "--quantize_base", "nf4")),
-)
-"""The card's memory in GB, and options."""
+CARDS = (24, 12, 16)
+"""Memory of cards in GB.  The largest is first, as text encoders run then; the middle one tells least."""
 CONTEXT_GB = 0.6
 """Of the card, for CUDA's context, which the limit does not count."""
 
@@ -81,7 +76,7 @@ def compare_ring_sizes(context: SectionContext) -> Iterator[Measurement]:
     argv = write_dataset([*context.training_options, *CACHED], context.directory, 3 * turn)
     half = str(count_blocks(load_training_options(context.training_options)[0]) // 2)
     variants: dict[str, Sequence[str]] = {"baseline": ()}
-    for size in RING_SIZES[1:3] if context.is_tiny else RING_SIZES:
+    for size in RING_SIZES[:2] if context.is_tiny else RING_SIZES:
         title = f"half swapped, {f'ring of {size}' if size else 'ring by default'}"
         variants[title] = ("--blocks_to_swap", half, "--block_swap_ring_size", str(size))
     seconds: dict[str, float] = {}
@@ -121,26 +116,38 @@ def estimate_peak(training_options: Sequence[str]) -> int:
 
 
 def fit_into_cards(context: SectionContext) -> Iterator[Measurement]:
-    """Train within the memory of smaller cards, by a limit of torch's allocator."""
-    if not has_device_memory(context.device):
-        yield from yield_unmeasured([f"{card} GB, {' '.join(options[1:])}: step" for card, options in CARDS])
-        return
-    module = torch.get_device_module(context.device)
-    total = module.get_device_properties(0).total_memory / 1e9
-    turn = context.choose(3, 1)
+    """Train as ``--gpu_memory`` chooses for smaller cards, by a limit of torch's allocator."""
+    turn = context.choose(2, 1)
     argv = write_dataset([*context.training_options, *CACHED], context.directory, 3 * turn)
-    for number, (card, options) in enumerate(CARDS):
-        title = f"{card} GB, {' '.join(options[1:])}"
-        folder = context.directory / str(number)
+    search = start_search(context.training_options)
+    for card in CARDS[:1] if context.is_tiny else CARDS:
+        advice = search.advise((1 - MARGIN) * card * 2**30)
+        chosen = next((each for each in advice if each.layout.name == ONE_DEVICE), None)
+        if chosen is None:
+            yield Measurement(f"{card} GB: step", [], note="no options of one device fit")
+            continue
+        title = f"{card} GB, {chosen.flags or 'no options'}"
+        folder = context.directory / str(card)
         folder.mkdir()
         release_memory(context.device)
-        # Encoders cache their outputs on disk in the first run, which has to fit as well.
-        module.set_per_process_memory_fraction(min(1.0, (card - CONTEXT_GB) / total))
+        _limit_memory(context.device, card)
         try:
-            seconds, peak = measure_run([*argv, *options], folder, turn)
+            seconds, peak = measure_run([*argv, *chosen.flags.split()], folder, turn)
         except NOT_MEASURED as error:
             yield Measurement(f"{title}: step", [], note=format_failure(error))
             continue
-        note = f"reserved at most {module.max_memory_reserved() / 1e9:.1f} GB"
-        yield Measurement(f"{title}: step", [seconds], "s", note=note)
-        yield Measurement(f"{title}: peak memory", [peak], "GB", at_most=card - CONTEXT_GB)
+        yield Measurement(f"{title}: step", [seconds], "s", note=chosen.precision)
+        if has_device_memory(context.device):
+            reserved = torch.get_device_module(context.device).max_memory_reserved() / 1e9
+            note = f"reserved at most {reserved:.1f} GB"
+            yield Measurement(f"{title}: peak memory", [peak], "GB", at_most=card * 2**30 / 1e9 - CONTEXT_GB, note=note)
+            estimated = (chosen.memory.total - chosen.memory.reserved) / 1e9
+            yield Measurement(f"{title}: estimate / peak", [estimated / peak], "x", at_least=0.95, at_most=1.05)
+
+
+def _limit_memory(device: torch.device, card: int) -> None:
+    """Let torch's allocator have what a card of this size leaves it."""
+    if has_device_memory(device):
+        module = torch.get_device_module(device)
+        total = module.get_device_properties(device).total_memory
+        module.set_per_process_memory_fraction(min(1.0, (card * 2**30 - CONTEXT_GB * 1e9) / total))

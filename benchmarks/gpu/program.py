@@ -26,7 +26,7 @@ from library.errors import UserError
 
 from ..processes import ROOT, TAIL
 from ..report import Measurement, describe_machine, format_number
-from .sections import SECTIONS, Section, SectionContext
+from .sections import OPEN_SECTIONS, SECTIONS, Section, SectionContext
 
 DONE = "done"
 NO_TIME = "not run: no time left"
@@ -35,13 +35,17 @@ LIMIT_FACTOR = 1.5
 SPARE_SECONDS = 5
 """Of the time limit, for ending the last section."""
 NAMES = [section.name for section in SECTIONS]
+OPEN_NAMES = [section.name for section in OPEN_SECTIONS]
+ALL = "all"
 Results = dict[str, Any]
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--minutes", type=_parse_minutes, default=9.0, help="time limit of this call (default 9)")
     parser.add_argument("--output", type=Path, default=Path("gpu_benchmark.json"), help="file of all results")
-    parser.add_argument("--sections", nargs="+", choices=NAMES, default=NAMES, help="what to run (all)")
+    parser.add_argument(
+        "--sections", nargs="+", choices=[*NAMES, ALL], default=OPEN_NAMES, help=f"what to run ({' '.join(OPEN_NAMES)})"
+    )
     parser.add_argument("--again", action="store_true", help="run sections again that are in the file")
     parser.add_argument("--tiny", action="store_true", help="tiny models and few steps, as always without a device")
     parser.add_argument("--list", action="store_true", help="print the sections and their limits, and run nothing")
@@ -58,7 +62,7 @@ def run(options: Namespace, training_options: Sequence[str], directory: Path) ->
         raise UserError(f"unknown options: {' '.join(training_options)}; the sections have their own settings")
     end = time.monotonic() + 60 * options.minutes
     results = _read_results(options.output)
-    sections = [section for section in SECTIONS if section.name in options.sections]
+    sections = [section for section in SECTIONS if {section.name, ALL} & {*options.sections}]
     if options.list or options.table:
         text = _format_list(sections, results, options) if options.list else format_table(results)
         sys.stdout.write(text + "\n")
@@ -178,7 +182,7 @@ def _format_list(sections: Sequence[Section], results: Results, options: Namespa
         if total + section.seconds > 60 * options.minutes - SPARE_SECONDS:
             total, call = 0, call + 1
         total += section.seconds
-        lines.append(f"call {call}  {section.seconds:4d} s  {section.name:<12}{section.description}")
+        lines.append(f"call {call}  {section.seconds:4d} s  {section.name:<22}{section.description}")
     return "\n".join(
         [*lines, f"{call} calls of at most {options.minutes:g} minutes" if lines else "nothing left to run"]
     )

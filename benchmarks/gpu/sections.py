@@ -69,26 +69,40 @@ class Section:
 _BF16 = ("--mixed_precision", "bf16")
 _1024 = ("--resolution", "1024", *_BF16)
 _CHECKPOINTED = (*_1024, "--gradient_checkpointing")
-SECTIONS: Sequence[Section] = (
-    # First what no GPU has measured yet.
-    Section("graphs_sdxl", "graphs:compare_graphs", 200, "SDXL with --cuda_graphs and without: losses, step, memory",
+OPEN_SECTIONS: Sequence[Section] = (
+    Section("graphs_sdxl", "graphs:compare_graphs", 150, "SDXL eager, with --cuda_graphs, compiled: losses, step",
             "random:sdxl", _1024),
-    Section("graphs_sd1", "graphs:compare_graphs", 120, "the same for Stable Diffusion 1.5", "random:sd1",
-            ("--resolution", "512", *_BF16)),
-    Section("block_swap", "memory:compare_ring_sizes", 90, "half of SDXL swapped, with rings of 1 to 12 buffers",
+    Section("graphs_sdxl4", "graphs:compare_modes", 80, "the same with a batch size of 4", "random:sdxl",
+            (*_1024, "--train_batch_size", "4")),
+    Section("block_swap", "memory:compare_ring_sizes", 70, "half of SDXL swapped, with rings of 1 to 12 buffers",
             "random:sdxl", _1024),
-    Section("block_swap_flux", "memory:compare_ring_sizes", 110, "the same for FLUX.1, checkpointed", "random:flux",
+    Section("flux_cards", "memory:fit_into_cards", 120, "FLUX.1 in 12, 16 and 24 GB as plan advises", "random:flux",
+            _1024),
+    Section("matmul_flux", "kernels:measure_quantized_steps", 110, "FLUX.1 with fp8 and int8 matmul", "random:flux",
             _CHECKPOINTED),
+    Section("peers_sdxl", "training_speed:compare_peers", 130, "SDXL beside diffusers' script (--diffusers)",
+            "random:sdxl", _1024),
+    Section("qwen_cards", "memory:fit_into_cards", 160, "Qwen-Image in 12, 16 and 24 GB as plan advises",
+            "random:qwen_image", _1024),
+)  # fmt: skip
+"""What no GPU has measured yet and decides most; without ``--sections`` these run, in a quarter of an hour."""
+SECTIONS: Sequence[Section] = (
+    *OPEN_SECTIONS,
+    # Then what else no GPU has measured yet.
     Section("device", "correctness:measure_device", 10, "bf16 and fp8 matmul, copies: what others compare with"),
     Section("kernels", "kernels:measure_kernels", 110, "nf4 by both kernels; fp8 and int8 matmul, and its LoRA"),
-    Section("matmul_flux", "kernels:measure_quantized_steps", 240, "FLUX.1 with fp8 and int8 matmul, eager, compiled",
-            "random:flux", _CHECKPOINTED),
-    Section("qwen_image", "training_speed:measure_model", 130, "Qwen-Image at 1024, checkpointed", "random:qwen_image",
-            _CHECKPOINTED),
-    Section("peers_sdxl", "training_speed:compare_peers", 180, "SDXL beside diffusers' script (--diffusers)",
-            "random:sdxl", _1024),
+    Section("matmul_flux_compiled", "kernels:measure_compiled_quantized_steps", 270, "FLUX.1 with fp8 and int8 matmul,"
+            " compiled", "random:flux", _CHECKPOINTED),
     Section("peers", "training_speed:compare_peers", 120, "Stable Diffusion 1.5 beside sd-scripts (--sd_scripts)",
             "random:sd1", ("--resolution", "512", *_BF16, "--train_batch_size", "4")),
+    Section("peers_flux", "training_speed:compare_peers", 350, "FLUX.1 beside diffusers' script (--diffusers)",
+            "random:flux", _CHECKPOINTED),
+    Section("block_swap_flux", "memory:compare_ring_sizes", 110, "half of FLUX.1 swapped, checkpointed", "random:flux",
+            _CHECKPOINTED),
+    Section("graphs_sd1", "graphs:compare_graphs", 120, "Stable Diffusion 1.5 with --cuda_graphs", "random:sd1",
+            ("--resolution", "512", *_BF16)),
+    Section("qwen_image", "training_speed:measure_model", 130, "Qwen-Image at 1024, checkpointed", "random:qwen_image",
+            _CHECKPOINTED),
     Section("z_image", "training_speed:measure_model", 100, "Z-Image at 1024: compiled", "random:z_image", _1024),
     Section("memory", "memory:measure_switches", 190, "memory-saving options on SDXL: estimate, peak, step time",
             "random:sdxl", _1024),
@@ -96,8 +110,6 @@ SECTIONS: Sequence[Section] = (
             "random:sdxl", _1024),
     Section("variants", "training_speed:compare_variants", 90, "attention backends, optimizers on FLUX.1",
             "random:flux", _1024),
-    Section("peers_flux", "training_speed:compare_peers", 370, "FLUX.1 beside diffusers' script (--diffusers)",
-            "random:flux", _CHECKPOINTED),
     # Then what changes with the layers.
     Section("layers_sdxl", "layers:compare_layers", 70, "fused layers beside peft's, and a CUDA graph: SDXL, batch 1",
             "random:sdxl", _1024),
@@ -107,7 +119,6 @@ SECTIONS: Sequence[Section] = (
     Section("layers_z_image", "layers:compare_layers", 45, "the same for Z-Image", "random:z_image", _1024),
     Section("layers_sd1", "layers:compare_layers", 35, "the same for Stable Diffusion 1.5, batch size 8", "random:sd1",
             ("--resolution", "512", *_BF16, "--train_batch_size", "8")),
-    Section("flux_cards", "memory:fit_into_cards", 170, "FLUX.1 within 12, 16 and 24 GB", "random:flux", _1024),
     Section("sdxl", "training_speed:measure_model", 80, "Stable Diffusion XL at 1024, batch size 4", "random:sdxl",
             (*_1024, "--train_batch_size", "4")),
     Section("flux", "training_speed:measure_model", 110, "FLUX.1 at 1024: step, MFU, compiled", "random:flux", _1024),

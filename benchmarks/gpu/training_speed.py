@@ -226,7 +226,7 @@ def compare_peers(context: SectionContext) -> Iterator[Measurement]:
         sd_scripts_python=context.sd_scripts_python,
         diffusers=Path(context.diffusers) if context.diffusers else None,
         diffusers_python=context.diffusers_python,
-        bench_steps=40,
+        bench_steps=context.choose(20, 4),
         repetitions=1,
     )
     if context.is_tiny:  # sd-scripts knows no tiny sizes

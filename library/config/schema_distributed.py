@@ -42,8 +42,7 @@ class DistributedConfig:
     fused_layers: bool = define_option(
         True,
         "LoRA layers in fewer kernels, norms that write half precision, and activations computed again in backward,"
-        " for less time and memory; with activation_memory_budget not the LoRA layers; off: peft's layers, and norms in"
-        " float32 as autocast has them",
+        " for less time and memory; off: peft's layers, and norms in float32 as autocast has them",
         needs=(
             LacksValue("mixed_precision", ("no", "fp8"), "mixed_precision is neither fp16 nor bf16"),
             LacksValue("torch_compile", (True,), "torch_compile fuses by itself"),

@@ -322,7 +322,7 @@ class MetaRun:
         """Run a step with other checkpointing, and with the base weights stored otherwise, on the same modules.
 
         Building the model takes as long as a step.  Once the weights are converted, they stay so: this is the last run
-        on the modules then.  ``activation_memory_budget`` needs modules of its own, whose LoRA layers are not fused.
+        on the modules then.  ``activation_memory_budget`` needs modules of its own, whose LoRA is not added in place.
         """
         other = copy.copy(self)
         other.config = config = _checkpoint_within_budget(config)
@@ -418,10 +418,9 @@ class MetaRun:
     @property
     def has_fused_layers(self) -> bool:
         """Whether LoRA layers compute in fewer kernels."""
-        distributed, train = self.config.distributed, self.config.train
+        distributed = self.config.distributed
         is_half = distributed.mixed_precision in ("fp16", "bf16")
-        can_fuse = is_half and distributed.fused_layers and not distributed.torch_compile
-        return can_fuse and not train.activation_memory_budget
+        return is_half and distributed.fused_layers and not distributed.torch_compile
 
     @property
     def num_unpacking_kernels(self) -> int:

@@ -12,14 +12,16 @@ from ..adapters.injection import ADAPTER_NAME, find_linear_lora_layers
 from .lora_linear import FusedLoraForward, HalfPrecisionCopies
 from .lora_projections import PendingOutputs, ProjectionGroup, find_projections
 from .quantize import FrozenLinear
+from .quantized_matmul import QuantizedMatmulLinear
 
 logger = logging.getLogger(__name__)
 
 
-def fuse_lora_layers(model: nn.Module, dtype: torch.dtype) -> int:
+def fuse_lora_layers(model: nn.Module, dtype: torch.dtype, *, adds_in_place: bool = True) -> int:
     """Fuse the LoRA layers of a model that is trained under autocast to ``dtype``; return their number.
 
-    Call it before the model is wrapped, after its base is quantized and its adapter is on the device.
+    Call it before the model is wrapped, after its base is quantized and its adapter is on the device.  Selective
+    checkpointing needs layers that do not add the LoRA in place, or it cannot save the output of the base.
     """
     layers: list[Any] = [layer for layer in find_linear_lora_layers(model) if _can_fuse(layer)]
     _report_other_layers(model, layers)
@@ -30,7 +32,9 @@ def fuse_lora_layers(model: nn.Module, dtype: torch.dtype) -> int:
     devices = {parameter.device: _multiplies_to_float32(parameter.device, dtype) for parameter in parameters}
     for layer in layers:
         is_to_float32 = devices[layer.lora_A[ADAPTER_NAME].weight.device]
-        layer.forward = FusedLoraForward(layer, copies, multiplies_to_float32=is_to_float32, report_peft=report)
+        layer.forward = FusedLoraForward(
+            layer, copies, multiplies_to_float32=is_to_float32, adds_in_place=adds_in_place, report_peft=report
+        )
     for forwards in find_projections(model):
         group = ProjectionGroup(forwards, pending)
         copies.stack(group.downs)
@@ -42,7 +46,7 @@ def fuse_lora_layers(model: nn.Module, dtype: torch.dtype) -> int:
 
 
 def _can_fuse(layer: Any) -> bool:
-    return type(layer.base_layer) in (nn.Linear, FrozenLinear)
+    return type(layer.base_layer) in (nn.Linear, FrozenLinear, QuantizedMatmulLinear)
 
 
 def _report_other_layers(model: nn.Module, fused: list[Any]) -> None:

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from ..adapters.injection import ADAPTER_NAME
 from ..models.recomputed_activations import Recomputation, get_recomputation
 from .quantize import FrozenLinear
+from .quantized_matmul import QuantizedMatmulLinear
 
 
 class HalfPrecisionCopies:
@@ -106,11 +107,16 @@ class FusedLoraForward:
         copies: HalfPrecisionCopies,
         *,
         multiplies_to_float32: bool,
+        adds_in_place: bool = True,
         report_peft: Callable[[], None] | None = None,
     ):
-        """Take whether the device multiplies half precision to float32, and what reports that peft computes a layer."""
+        """Take the layer, how it computes, and what reports that peft computes it.
+
+        ``multiplies_to_float32``: whether the device does so with half precision; ``adds_in_place``: whether the LoRA
+        is added to the output of the base itself, which selective checkpointing then cannot save.
+        """
         self.layer, self.copies, self.multiplies_to_float32 = layer, copies, multiplies_to_float32
-        self._report_peft = report_peft
+        self.adds_in_place, self._report_peft = adds_in_place, report_peft
         self.base, self.down, self.up = layer.base_layer, layer.lora_A[ADAPTER_NAME], layer.lora_B[ADAPTER_NAME]
         self.group: SharedInput | None = None
         self._peft_forward = layer.forward
@@ -162,18 +168,28 @@ class FusedLoraForward:
         factor: float = self.layer.scaling[ADAPTER_NAME]
         return factor
 
-    def compute_base(self, states: Tensor, *, has_backward: bool) -> Tensor:
-        bias = self.base.bias
-        weight = self._fetch_base_weight(states.dtype, has_backward=has_backward)
-        return F.linear(states, weight, None if bias is None else bias.to(states.dtype))
+    def compute_base(self, states: Tensor, shape: torch.Size, *, has_backward: bool) -> Tensor:
+        """Compute the output of the base for the rows of an input of this shape."""
+        base, bias = self.base, None if self.base.bias is None else self.base.bias.to(states.dtype)
+        if isinstance(base, QuantizedMatmulLinear):
+            return flatten(base.compute_forward(states.view(shape), bias, has_backward=has_backward))
+        return F.linear(states, self._fetch_base_weight(states.dtype, has_backward=has_backward), bias)
 
-    def compute_input_grad(self, gradient: Tensor, hidden_grad: Tensor, half_down: Tensor) -> Tensor:
-        """Compute the gradient of the input from those of the outputs of the base and of lora_A."""
-        grad = self.add_base_grad(gradient, None)
+    def add_up(self, output: Tensor, hidden: Tensor, half_up: Tensor) -> Tensor:
+        """Add the output of lora_B to that of the base."""
+        return torch.addmm(output, hidden, half_up.t(), out=output if self.adds_in_place else None)
+
+    def compute_input_grad(self, gradient: Tensor, hidden_grad: Tensor, half_down: Tensor, shape: torch.Size) -> Tensor:
+        """Compute the gradient of an input of this shape from those of the outputs of the base and of lora_A."""
+        grad = self.add_base_grad(gradient, None, shape)
         return torch.addmm(grad, hidden_grad, half_down, out=grad)
 
-    def add_base_grad(self, gradient: Tensor, total: Tensor | None) -> Tensor:
+    def add_base_grad(self, gradient: Tensor, total: Tensor | None, shape: torch.Size) -> Tensor:
         """Compute the gradient of the input from that of the output of the base, and add it to a total."""
+        base = self.base
+        if isinstance(base, QuantizedMatmulLinear):  # whose kernels do not add
+            grad = flatten(base.compute_backward(gradient.view(*shape[:-1], -1), shape))
+            return grad if total is None else total.add_(grad)
         weight = self._fetch_base_weight(gradient.dtype, in_backward=True)
         return torch.mm(gradient, weight) if total is None else torch.addmm(total, gradient, weight, out=total)
 
@@ -228,9 +244,9 @@ class _LoraLinear(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, down: Tensor, up: Tensor, *rest: Any) -> Tensor:
         (half_down, half_up), layer, recomputation = rest
         states = flatten(input.to(half_up.dtype))
-        output: Tensor = layer.compute_base(states, has_backward=ctx.needs_input_grad[0])
+        output: Tensor = layer.compute_base(states, input.shape, has_backward=ctx.needs_input_grad[0])
         hidden = multiply(states, half_down.t(), layer.scaling)
-        torch.addmm(output, hidden, half_up.t(), out=output)
+        output = layer.add_up(output, hidden, half_up)
         _save_states(ctx, states, recomputation, hidden)
         ctx.half_down, ctx.half_up, ctx.layer = half_down, half_up, layer
         ctx.shape, ctx.dtype, ctx.weight_dtype = input.shape, input.dtype, down.dtype
@@ -244,7 +260,7 @@ class _LoraLinear(torch.autograd.Function):
         hidden_grad = multiply(gradient, ctx.half_up, layer.scaling)
         input_grad = down_grad = up_grad = None
         if ctx.needs_input_grad[0]:
-            input_grad = layer.compute_input_grad(gradient, hidden_grad, ctx.half_down)
+            input_grad = layer.compute_input_grad(gradient, hidden_grad, ctx.half_down, ctx.shape)
             input_grad = input_grad.view(ctx.shape).to(ctx.dtype)
         if ctx.needs_input_grad[1]:
             down_grad = layer.compute_weight_grad(hidden_grad, _restore_states(ctx, saved), ctx.weight_dtype)
@@ -260,7 +276,7 @@ class _BaseAndDown(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, down: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         half_down, layer, recomputation = rest
         states = flatten(input.to(half_down.dtype))
-        output = layer.compute_base(states, has_backward=ctx.needs_input_grad[0])
+        output = layer.compute_base(states, input.shape, has_backward=ctx.needs_input_grad[0])
         hidden = torch.mm(states, half_down.t())
         _save_states(ctx, states, recomputation)
         ctx.half_down, ctx.layer = half_down, layer
@@ -275,7 +291,8 @@ class _BaseAndDown(torch.autograd.Function):
         gradient, hidden_grad = flatten(gradient), flatten(hidden_grad)
         input_grad = down_grad = None
         if ctx.needs_input_grad[0]:
-            input_grad = layer.compute_input_grad(gradient, hidden_grad, half_down).view(ctx.shape).to(ctx.dtype)
+            input_grad = layer.compute_input_grad(gradient, hidden_grad, half_down, ctx.shape)
+            input_grad = input_grad.view(ctx.shape).to(ctx.dtype)
         if ctx.needs_input_grad[1]:
             down_grad = layer.compute_weight_grad(hidden_grad, _restore_states(ctx, saved), ctx.weight_dtype)
         return input_grad, down_grad, None, None, None

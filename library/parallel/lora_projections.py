@@ -103,14 +103,15 @@ class _LoraProjections(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, group: ProjectionGroup, *weights: Any) -> tuple[Tensor, ...]:
         half_down, half_ups, first, *_ = weights
         layers, states = group.layers, flatten(input.to(half_down.dtype))
-        outputs = [layer.compute_base(states, has_backward=ctx.needs_input_grad[0]) for layer in layers]
+        shape, has_backward = input.shape, ctx.needs_input_grad[0]
+        outputs = [layer.compute_base(states, shape, has_backward=has_backward) for layer in layers]
         hidden = multiply(states, half_down.t(), layers[0].scaling)
-        for output, part, half_up in zip(outputs, group.split_ranks(hidden), half_ups, strict=True):
-            torch.addmm(output, part, half_up.t(), out=output)
+        rest = zip(layers, outputs, group.split_ranks(hidden), half_ups, strict=True)
+        outputs = [layer.add_up(*tensors) for layer, *tensors in rest]
         ctx.save_for_backward(states, hidden)
         ctx.set_materialize_grads(False)
         ctx.group, ctx.half_down, ctx.half_ups = group, half_down, half_ups
-        ctx.shape, ctx.dtype, ctx.weight_dtype = input.shape, input.dtype, first.dtype
+        ctx.shape, ctx.dtype, ctx.weight_dtype = shape, input.dtype, first.dtype
         return tuple(output.view(*input.shape[:-1], output.shape[-1]) for output in outputs)
 
     @staticmethod
@@ -150,7 +151,7 @@ def _differentiate_inputs(ctx: Any, gradients: Sequence[Tensor | None], hidden: 
             multiply(grad, half_up, layer.scaling, out=part)
         is_written.add(group.parts[number])
         if ctx.needs_input_grad[0]:
-            input_grad = layer.add_base_grad(grad, input_grad)
+            input_grad = layer.add_base_grad(grad, input_grad, ctx.shape)
     return hidden_grad, input_grad
 
 

@@ -136,16 +136,14 @@ def build_trainable_modules(
 
 
 def fuse_layers(trained: TrainableModules, distributed: DistributedConfig, train: TrainConfig, precision: str) -> None:
-    """Fuse LoRA layers and norms for training under autocast (``--fused_layers``); torch.compile does so by itself.
-
-    A budget of activations can only save outputs that nothing is added to, so it leaves LoRA layers to peft.
-    """
+    """Fuse LoRA layers and norms for training under autocast (``--fused_layers``); torch.compile does so by itself."""
     if not distributed.fused_layers or precision not in ("fp16", "bf16"):  # for fp8 accelerate replaces the layers
         return
     dtype = MIXED_PRECISION_DTYPES[precision]
     norms = write_norms_in_half_precision(trained.denoiser, dtype)
     activations = recompute_activations(trained.denoiser)
-    layers = 0 if train.activation_memory_budget else sum(fuse_lora_layers(each, dtype) for each in trained.children())
+    adds_in_place = not train.activation_memory_budget
+    layers = sum(fuse_lora_layers(each, dtype, adds_in_place=adds_in_place) for each in trained.children())
     logger.info(
         "fused layers: %d LoRA layers in fewer kernels, %d norms that write %s, %d activations recomputed",
         *(layers, norms, precision, activations),

@@ -20,7 +20,7 @@ from torch.distributed.pipelining import schedules
 from benchmarks import compile as compile_benchmark
 from benchmarks.__main__ import main
 from benchmarks.gpu import correctness, faults, host_staging, memory, program, training_speed
-from benchmarks.gpu.sections import SECTIONS, Section, SectionContext, format_failure
+from benchmarks.gpu.sections import OPEN_SECTIONS, SECTIONS, Section, SectionContext, format_failure
 from benchmarks.gpu.training_commands import TrainingCommand, compare_weights, run_commands
 from benchmarks.gpu.training_speed import EagerSteps, format_longest_kernels
 from benchmarks.synthetic_run import build_run, write_dataset
@@ -36,13 +36,24 @@ TINY = ("--pretrained_model_name_or_path", "random:sd1:tiny", "--resolution", "6
 
 def test_the_list_of_gpu_sections_adds_up_to_calls_within_the_limit(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
-        main(["gpu", "--list", "--output", str(tmp_path / "results.json")])
+        main(["gpu", "--list", "--sections", "all", "--output", str(tmp_path / "results.json")])
     lines = capsys.readouterr().out.splitlines()
     seconds = Counter()
     for line in lines[:-1]:
         seconds[line.split()[1]] += int(line.split()[2])
     assert stop.value.code == 0 and len(lines) == len(SECTIONS) + 1
     assert list(seconds) == sorted(seconds) and all(total <= 9 * 60 for total in seconds.values())
+
+
+def test_what_runs_by_default_takes_a_quarter_of_an_hour_with_the_start_of_the_machine(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["gpu", "--list", "--minutes", "14", "--output", str(tmp_path / "results.json")])
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert [line.split()[4] for line in lines] == [section.name for section in OPEN_SECTIONS]
+    assert last == "1 calls of at most 14 minutes"
+    assert {"graphs_sdxl", "block_swap", "flux_cards", "qwen_cards", "matmul_flux", "peers_sdxl"} <= {
+        *program.OPEN_NAMES
+    }
 
 
 def test_a_peers_section_that_lacked_its_folder_is_still_to_be_run(tmp_path, capsys):
@@ -259,6 +270,22 @@ def test_memory_options_are_compared_to_the_faster_baseline_of_the_first_and_the
     measured = {each.name: each for each in memory.measure_switches(SectionContext("cpu", True, tmp_path, TINY))}
     assert measured["swap_half: step / baseline"].values == [2.0] and "does not fit" in measured["nf4: step"].note
     assert "baseline_again: step" in measured and "baseline: step / baseline" not in measured
+
+
+def test_models_are_trained_within_cards_with_the_first_advised_options_of_one_device(tmp_path, monkeypatch):
+    def advise(limit):
+        names = {"ZeRO 3": "--zero_stage 3", "one device": "--gradient_checkpointing --blocks_to_swap 3"}
+        advice = [SimpleNamespace(layout=SimpleNamespace(name=name), flags=flags, precision="exact weights")
+                  for name, flags in names.items()]  # fmt: skip
+        return advice if limit > 0.9 * 16 * 2**30 else []
+
+    trained = []
+    monkeypatch.setattr(memory, "start_search", lambda options: SimpleNamespace(advise=advise))
+    monkeypatch.setattr(memory, "measure_run", lambda argv, folder, turn: (trained.append(argv[-3:]), (0.5, 1.0))[1])
+    measured = {each.name: each for each in memory.fit_into_cards(SectionContext("cpu", False, tmp_path, TINY))}
+    options = ["--gradient_checkpointing", "--blocks_to_swap", "3"]
+    assert trained == [options, options] and measured["12 GB: step"].note == "no options of one device fit"
+    assert measured[f"24 GB, {' '.join(options)}: step"].values == measured[f"16 GB, {' '.join(options)}: step"].values
 
 
 def test_an_interrupted_faults_section_has_the_quick_ones(monkeypatch, tmp_path):

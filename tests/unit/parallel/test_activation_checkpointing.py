@@ -11,8 +11,12 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
+from library.adapters import injection, precision
+from library.config.schema import AdapterConfig
 from library.parallel.activation_checkpointing import BlockCheckpointing, ExpensiveOp, select_ops_to_save
+from library.parallel.fuse_lora import fuse_lora_layers
 
 ops = st.lists(st.builds(ExpensiveOp, st.floats(0, 1e12), st.integers(0, 10**9), st.booleans()), max_size=12)
 
@@ -109,6 +113,48 @@ def test_saved_activations_grow_with_the_budget_and_gradients_are_bitwise_equal(
     block_bytes = 2 * 24 * (96 + 32 + 32 + 128) * 4 + 2 * 2 * 24 * 4  # with the logsumexp of attention
     for budget, bytes_ in zip((0.2, 0.5, 0.8, 1.0), saved_bytes[1:], strict=True):
         assert bytes_ - saved_bytes[0] <= budget * block_bytes * checkpointed
+
+
+def build_fused_blocks(*, adds_in_place):
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(Block() for _ in range(2)).bfloat16()
+    injection.inject_into_model(blocks, AdapterConfig(network_dim=4), ("into", "out", "wide", "narrow"), seed=3)
+    for name, parameter in injection.iter_adapter_parameters(blocks):
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    precision.leave_input_casts_to_autocast(blocks)
+    assert fuse_lora_layers(blocks, torch.bfloat16, adds_in_place=adds_in_place) == 8
+    return blocks.train()
+
+
+def run_fused_step(checkpointing, blocks):
+    """Return the FLOPs of the backward pass with its recomputation, and all gradients."""
+    hidden = torch.randn(2, 24, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    blocks.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        output = hidden
+        for block in blocks:
+            output = checkpointing(block, output)
+    with FlopCounterMode(display=False) as counter:
+        output.float().square().sum().backward()
+    gradients = [weight.grad.flatten() for weight in blocks.parameters() if weight.requires_grad]
+    return counter.get_total_flops(), torch.cat([hidden.grad.flatten(), *gradients])
+
+
+def test_a_budget_saves_the_outputs_of_the_base_of_fused_lora_layers():
+    _, plain = run_fused_step(lambda block, hidden: block(hidden), build_fused_blocks(adds_in_place=True))
+    flops = []
+    for budget in (0.0, 0.5, 1.0):
+        blocks, checkpointing = (
+            build_fused_blocks(adds_in_place=False),
+            BlockCheckpointing(1, offload=False, budget=budget),
+        )
+        for _ in range(2):
+            count, gradients = run_fused_step(checkpointing, blocks)
+            assert torch.equal(gradients, plain)
+        flops.append(count)
+    forward = 2 * 2 * 48 * 32 * (96 + 32 + 128 + 128)  # the products of the bases of both blocks
+    assert flops == sorted(flops, reverse=True) and flops[0] - flops[2] > forward
 
 
 class OutOfMemoryBlock(Block):

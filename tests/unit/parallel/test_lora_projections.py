@@ -10,10 +10,13 @@ from torch.utils.checkpoint import checkpoint
 from library.adapters import injection, precision
 from library.adapters.dropout_and_max_norm import LoraDropout
 from library.config.schema import AdapterConfig
+from library.parallel import quantized_matmul
 from library.parallel.fuse_lora import fuse_lora_layers
 from library.parallel.lora_linear import FusedLoraForward
+from library.parallel.quantize import QuantizedWeight, convert_frozen_layer
+from library.parallel.quantized_matmul import QUANT_TYPES, QuantizedMatmulLinear
 
-WIDTH, KEY_WIDTH, TOKENS = 40, 24, 96
+WIDTH, KEY_WIDTH, TOKENS = 48, 32, 96
 NAMES = ("to_q", "to_k", "to_v")
 
 
@@ -31,9 +34,11 @@ class Attention(nn.Module):
         return torch.cat([each for name, each in zip(NAMES, outputs, strict=True) if name in self.used], dim=-1)
 
 
-def build_attention(kind="peft", *, is_cross=False, shares_down=False, dtype=torch.bfloat16, alpha=2.5):
+def build_attention(
+    kind="peft", *, is_cross=False, shares_down=False, dtype=torch.bfloat16, alpha=2.5, quant_type=None
+):
     torch.manual_seed(0)
-    model = Attention(is_cross).to(dtype)
+    model = Attention(is_cross).to(dtype).requires_grad_(False)
     injection.inject_into_model(model, AdapterConfig(network_dim=6, network_alpha=alpha), NAMES, seed=3)
     if shares_down:
         for name in NAMES[1:]:
@@ -43,6 +48,10 @@ def build_attention(kind="peft", *, is_cross=False, shares_down=False, dtype=tor
             if "lora_B" in name:
                 parameter.normal_(std=0.1)
     precision.leave_input_casts_to_autocast(model)
+    if quant_type is not None:
+        for name in NAMES:
+            base = getattr(model, name).base_layer
+            convert_frozen_layer(base, QuantizedWeight.quantize(base.weight, quant_type), QuantizedMatmulLinear)
     if kind != "peft":
         assert fuse_lora_layers(model, torch.bfloat16) == 3
     if kind == "single":
@@ -113,6 +122,36 @@ def test_outputs_and_gradients_are_as_exact_as_those_of_peft(shares_down, alpha,
         output = fused(*inputs)
     assert count_functions(output, "_LoraProjectionsBackward") == 1
     assert count_functions(output, "_LoraLinearBackward") == is_cross
+
+
+@pytest.mark.parametrize("kind", ["single", "fused"])
+@pytest.mark.parametrize("quant_type", QUANT_TYPES)
+def test_layers_that_multiply_quantized_round_as_in_peft(quant_type, kind, monkeypatch):
+    """Both quantize inputs and gradients, which changes results by more than the order of additions does."""
+    products = {"multiply_by_rows": 0, "multiply_by_columns": 0}
+
+    def count(name, function):
+        def multiply(*args):
+            products[name] += 1
+            return function(*args)
+
+        return multiply
+
+    for name in products:
+        monkeypatch.setattr(quantized_matmul, name, count(name, getattr(quantized_matmul, name)))
+    plain, fused = (build_attention(each, quant_type=quant_type) for each in ("peft", kind))
+    errors, exact_model = {"peft": [], "fused": []}, build_attention()
+    for seed in range(8):
+        exact = compute_exactly(exact_model, build_input(seed))
+        for name, model in (("peft", plain), ("fused", fused)):
+            errors[name].append(measure_errors(compute(model, build_input(seed)), exact))
+    for name in exact:
+        before, after = (sum(each[name] for each in errors[kind]) for kind in ("peft", "fused"))
+        assert after <= 1.05 * before, (name, before, after)
+    assert products == dict.fromkeys(products, 8 * 2 * len(NAMES))
+    with torch.autocast("cpu", torch.bfloat16):
+        output = fused(build_input())
+    assert count_functions(output, "_LoraProjectionsBackward") == (kind == "fused")
 
 
 @pytest.mark.parametrize("shares_down", [False, True])
