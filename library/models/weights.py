@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from diffusers import ModelMixin
 from diffusers.models.model_loading_utils import _fetch_remapped_cls_from_config
 from diffusers.models.modeling_utils import LegacyModelMixin
 from torch import Tensor, nn
@@ -35,15 +36,26 @@ def build_empty_model(model_class: Any, config: Mapping[str, Any]) -> Any:
 def load_tensors(
     model: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device | None
 ) -> list[str]:
-    """Load tensors into an empty model and return the names of missing weights; unexpected tensors are ignored."""
+    """Load tensors into an empty model and return the names of missing weights; unexpected tensors are ignored.
+
+    Modules that diffusers keeps in float32 when it loads a folder are so here, too; ``from_single_file`` does that for
+    float16 only.
+    """
     own = model.state_dict()
+    kept = set(getattr(model, "_keep_in_fp32_modules", None) or ()) if isinstance(model, ModelMixin) else set()
+
+    def choose_dtype(name: str, tensor: Tensor) -> torch.dtype:
+        if not tensor.is_floating_point():
+            return tensor.dtype
+        return torch.float32 if kept & {*name.split(".")} else dtype
+
     for name, tensor in tensors.items():
         if name in own and tensor.shape != own[name].shape:
             raise ValueError(
                 f"{name} has shape {list(tensor.shape)} in the file and {list(own[name].shape)} in the model"
             )
     state_dict = {
-        name: tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
+        name: tensor.to(device=device, dtype=choose_dtype(name, tensor))
         for name, tensor in tensors.items()
         if name in own
     }

@@ -246,3 +246,24 @@ def test_settings_the_model_does_not_support_are_reported_with_their_location(tm
         "--h",
         "--g",
     ]
+
+
+def test_images_with_which_a_clip_begins_and_ends_are_arguments_of_the_pipelines_that_take_them(tmp_path):
+    import inspect
+
+    from diffusers import WanImageToVideoPipeline
+
+    from library.dataloader.images import load_frame_images
+    from library.models.families import FAMILIES
+
+    for name, color in (("a.png", "red"), ("b.png", "blue")):
+        Image.new("RGB", (32, 16), color).save(tmp_path / name)
+    both, first = read(tmp_path, "p.txt", "a --i a.png --ei b.png\nb --i a.png\n")
+    family = FAMILIES.get("wan")()
+    found = [family.build_frame_image_kwargs(None, *load_frame_images(prompt)) for prompt in (both, first)]
+    assert {name: image.getpixel((0, 0)) for name, image in found[0].items()} == {
+        "image": (255, 0, 0),
+        "last_image": (0, 0, 255),
+    }
+    assert found[1].keys() == {"image"} and family.build_frame_image_kwargs(None, None, None) == {}
+    assert found[0].keys() <= inspect.signature(WanImageToVideoPipeline.__call__).parameters.keys()

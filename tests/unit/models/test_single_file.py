@@ -288,6 +288,10 @@ def test_files_of_wan_are_known_by_the_names_of_its_authors_and_of_diffusers(tmp
         family, actual = FAMILIES.get("wan")(options), detect_model(options)
         assert (actual.family, actual.bundled_config) == ("wan", "wan_tiny")
         assert_same_weights(family, family.load(actual, torch.float32), tiny.pipe)
+    tiny.pipe.save_pretrained(tmp_path / "folder")
+    loaded = [family.load(detect_model(each), torch.bfloat16) for each in (options, str(tmp_path / "folder"))]
+    ours, theirs = ({name: each.dtype for name, each in pipe.transformer.named_parameters()} for pipe in loaded)
+    assert ours == theirs and {*ours.values()} == {torch.bfloat16, torch.float32}, "diffusers keeps some in float32"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A Qwen-Image command of musubi-tuner trains what a file of our own trains, into a file that musubi-tuner loads."""
+"""A command of musubi-tuner trains what a file of our own trains, into a file that musubi-tuner loads."""
 
 import json
 import re
@@ -7,6 +7,7 @@ from pathlib import Path
 import original_checkpoints
 import pytest
 import torch
+from clip_files import write_clip
 from rank_processes import run_on_ranks
 from safetensors.torch import load_file, save_file
 from tiny_pipelines import TINY
@@ -56,3 +57,34 @@ def test_a_command_of_musubi_tuner_trains_what_our_own_options_train(tmp_path):
     assert {re.sub(r"(?<=_)\d+(?=_)", "{}", name) for name in names} <= {
         re.sub(r"(?<=_)\d+(?=_)", "{}", name) for name in KNOWN_TO_COMFYUI["qwen_image"]
     }
+
+
+@pytest.mark.slow
+def test_a_command_for_wan_trains_its_files_as_a_folder_of_diffusers_is_trained(tmp_path):
+    pipe = TINY["wan"]().pipe
+    pipe.save_pretrained(tmp_path / "folder")
+    files = {part: str(tmp_path / f"{part}.safetensors") for part in ("dit", "vae", "t5")}
+    save_file(original_checkpoints.convert_wan_transformer(pipe.transformer), files["dit"])
+    save_file(original_checkpoints.convert_wan_vae(pipe.vae), files["vae"])
+    save_file(original_checkpoints.convert_umt5(pipe.text_encoder), files["t5"])
+    pipe.tokenizer.save_pretrained(tmp_path / "tokenizers" / "google_umt5-xxl")
+    write_clip(tmp_path / "clips" / "a.mp4", 12)
+    (tmp_path / "clips" / "a.txt").write_text("a clip")
+    dataset = tmp_path / "clips.toml"
+    dataset.write_text(
+        "[general]\nresolution = [64, 48]\ncaption_extension = '.txt'\nenable_bucket = true\n"
+        f"[[datasets]]\nvideo_directory = '{tmp_path / 'clips'}'\ntarget_frames = [5]\nframe_extraction = 'chunk'\n"
+    )
+    shared = ["--dataset_config", str(dataset), "--output_dir", str(tmp_path), *COMMON.split()]
+    shift = "--timestep_sampling shift --discrete_flow_shift 3.0 --learning_rate 2e-4"
+    command = f"--dit {files['dit']} --vae {files['vae']} --t5 {files['t5']} --network_module networks.lora_wan --sdpa"
+    command = f"{command} --tokenizer_cache_dir {tmp_path / 'tokenizers'} {shift}"
+    own = f"--pretrained_model_name_or_path {tmp_path / 'folder'} --save_format kohya {shift}"
+    tensors = {}
+    for name, flags in {"musubi": command, "own": own}.items():
+        run_on_ranks(1, train_settings, *flags.split(), *shared, "--output_name", name)
+        tensors[name] = load_file(tmp_path / f"{name}.safetensors")
+    assert tensors["musubi"].keys() == tensors["own"].keys()
+    assert all(torch.equal(tensor, tensors["own"][key]) for key, tensor in tensors["musubi"].items())
+    names = {re.sub(r"(?<=_)\d+(?=_)", "{}", key.partition(".")[0]) for key in tensors["musubi"]}
+    assert names <= set(KNOWN_TO_COMFYUI["wan"]) and len(names) == 10
