@@ -240,7 +240,9 @@ def test_the_arguments_of_the_tool_are_checked(example):
             run_models(argv)
     write_own(example, "facts = replace(FACTS, pipeline=replace(FACTS.pipeline, configs={}))")
     with pytest.raises(UserError, match=r"no configuration 'tiny' in pipeline\.configs"):
-        next(run_models(["--check", "own:Own"]))
+        next(run_models(["--check=own:Own"]))
+    with pytest.raises(UserError, match="--check: unknown model family 'fluxx'; did you mean flux"):
+        next(run_models(["--check", "fluxx"]))
 
 
 def run_program(folder, *arguments, ranks=1):
