@@ -149,11 +149,10 @@ def list_own_configs(family: str) -> Mapping[str, str]:
 def compute_family_fingerprint(family: str) -> str | None:
     """Hash the source of a user's family and of the classes outside of this package that it is made from.
 
-    None is that of a registered family, whose code is that of the release.
+    None is that of a family of this package, whose code is that of the release.
     """
-    if family in FAMILY_FACTS:
-        return None
-    return f"{family} {compute_source_digest(load_own_family(family))}"
+    digest = "" if family in FAMILY_FACTS else compute_source_digest(load_own_family(family))
+    return f"{family} {digest}" if digest else None
 
 
 def compute_source_digest(family: type[Family]) -> str:

@@ -17,8 +17,8 @@ from training_runs import write_images
 from library.config.schema import ModelConfig
 from library.errors import ConfigError, UserError
 from library.models.detect import detect_model
-from library.models.families import FAMILIES
-from library.models.own_families import identify_class
+from library.models.families import CONTROL_FAMILIES, FAMILIES
+from library.models.own_families import compute_family_fingerprint, identify_class
 from library.tools.family_check.cases import CheckFailedError
 from library.tools.family_check.checks import CHECKS
 from library.tools.family_check.own_case import build_own_case, detect_check_model
@@ -156,6 +156,8 @@ def test_caches_belong_to_the_source_of_the_family(example):
         file.write(" ")
     assert len({before, identify_class(FAMILIES.get(FAMILY))}) == 2
     assert identify_class(FAMILIES.get("sd1")) == ("StableDiffusion1",)
+    assert compute_family_fingerprint(CONTROL_FAMILIES["flux"]["omini"]) is None  # as in checkpoints of before
+    assert compute_family_fingerprint(FAMILY).startswith(f"{FAMILY} ")
 
 
 PLANTED = {
