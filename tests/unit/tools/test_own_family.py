@@ -18,7 +18,7 @@ from library.config.schema import ModelConfig
 from library.errors import ConfigError, UserError
 from library.models.detect import detect_model
 from library.models.families import CONTROL_FAMILIES, FAMILIES
-from library.models.own_families import compute_family_fingerprint, identify_class
+from library.models.own_families import compute_family_fingerprint, find_contradictions, identify_class
 from library.tools.family_check.cases import CheckFailedError
 from library.tools.family_check.checks import CHECKS
 from library.tools.family_check.own_case import build_own_case, detect_check_model
@@ -158,6 +158,12 @@ def test_caches_belong_to_the_source_of_the_family(example):
     assert identify_class(FAMILIES.get("sd1")) == ("StableDiffusion1",)
     assert compute_family_fingerprint(CONTROL_FAMILIES["flux"]["omini"]) is None  # as in checkpoints of before
     assert compute_family_fingerprint(FAMILY).startswith(f"{FAMILY} ")
+
+
+def test_no_family_of_this_program_contradicts_itself():
+    own = [name for by_control in CONTROL_FAMILIES.values() for name in by_control.values()]
+    for name in (*FAMILIES.entries, *own):
+        assert list(find_contradictions(FAMILIES.get(name))) == [], name
 
 
 PLANTED = {
