@@ -80,9 +80,8 @@ def find_contradictions(family: type[Family]) -> Iterator[str]:
 def _find_class_contradictions(family: type[Family]) -> Iterator[str]:
     """Compare the facts with the base class and the methods of the family."""
     facts = family.facts
-    t5_encoder = facts.text.t5_encoder
-    if (t5_encoder is not None and t5_encoder in facts.lora.text_encoders) != issubclass(family, T5Family):
-        yield "is a T5Family and has no text.t5_encoder in lora.text_encoders, or has one and is no T5Family"
+    if facts.text.t5_encoder in facts.lora.text_encoders and not issubclass(family, T5Family):
+        yield f"has text.t5_encoder {facts.text.t5_encoder} in lora.text_encoders and is no T5Family"
     if (facts.control.text_tokens_per_image > 0) != issubclass(family, ControlTextFamily):
         yield "is a ControlTextFamily without control.text_tokens_per_image, or has these and is no ControlTextFamily"
     if facts.text.has_negative_encoding != (family.encode_negative_prompts is not Family.encode_negative_prompts):
@@ -149,11 +148,10 @@ def list_own_configs(family: str) -> Mapping[str, str]:
 def compute_family_fingerprint(family: str) -> str | None:
     """Hash the source of a user's family and of the classes outside of this package that it is made from.
 
-    None is that of a registered family, whose code is that of the release.
+    None is that of a family of this package, whose code is that of the release.
     """
-    if family in FAMILY_FACTS:
-        return None
-    return f"{family} {compute_source_digest(load_own_family(family))}"
+    digest = "" if family in FAMILY_FACTS else compute_source_digest(load_own_family(family))
+    return f"{family} {digest}" if digest else None
 
 
 def compute_source_digest(family: type[Family]) -> str:

@@ -17,9 +17,9 @@ HELP = f"""{USAGE}
               control_images (fewest, most), control, notes
   --markdown  the table of docs/models.md
   --check package.module:Class [{MODEL_OPTION} PATH]
-              check a family of your own, as the tests of this program check its families: a line for each check,
-              exit code 1 if one fails. The model is the configuration "tiny" of the family, or a small one in a folder.
-              See docs/adding_a_family.md
+              check a family of your own, or one of this program by its name, as the tests of this program do:
+              a line for each check, exit code 1 if one fails. The model is the configuration "tiny" of the
+              family, or a small one in a folder; see docs/adding_a_family.md
 
 parameters are those of the published denoiser, the largest where there are several sizes. --family NAME and
 random:NAME take the name."""
@@ -30,7 +30,7 @@ def run_models(argv: Sequence[str]) -> tuple[str, int] | Generator[str, None, in
     forms = {"--json": format_json, "--markdown": format_markdown}
     if set(argv) & {"--help", "-h"}:
         return HELP, 0
-    if "--check" in argv:
+    if any(word.partition("=")[0] == "--check" for word in argv):
         return _run_check(argv)
     for word in argv:
         if word not in forms:

@@ -9,7 +9,7 @@ from PIL import Image, ImageChops
 from tiny_pipelines import TINY
 from torch import nn
 
-from library.models.base import Family
+from library.models.base import Family, T5Family
 from library.models.families import FAMILIES, FAMILY_FACTS
 from library.tools.family_check.adapter_checks import ADAPTER_CHECKS
 from library.tools.family_check.cases import CheckSkippedError
@@ -28,6 +28,7 @@ def test_a_registered_family_has_the_facts_that_detection_knows(case):
     family, tiny = case
     assert isinstance(family, Family)
     assert family.facts is FAMILY_FACTS[tiny.family]
+    assert (family.facts.text.t5_encoder in family.facts.lora.text_encoders) == isinstance(family, T5Family)
 
 
 @pytest.mark.parametrize("sentence", [*CHECKS, *PREVIEW_CHECKS, *ADAPTER_CHECKS])

@@ -15,6 +15,7 @@ from ...dataloader.sample_prompts import Prompt
 from ...errors import UserError
 from ...models.base import Family
 from ...models.detect import DetectedModel, detect_model
+from ...models.families import FAMILY_FACTS
 from ...models.own_families import list_own_configs, load_own_family
 from ...problems import Problem
 from ...randomness import Purpose, derive_generator
@@ -31,7 +32,7 @@ def detect_check_model(family: str, path_or_id: str | None) -> DetectedModel:
     """Detect the model that a family is checked with: the given one, or its tiny configuration."""
     if path_or_id is None:
         load_own_family(family)
-        if TINY not in list_own_configs(family):
+        if family not in FAMILY_FACTS and TINY not in list_own_configs(family):
             text = f"{family} has no configuration {TINY!r} in pipeline.configs"
             fix = "add one, or give the folder of a small model with --pretrained_model_name_or_path"
             raise UserError(Problem("family", text, fix))
@@ -87,6 +88,9 @@ def _fill_case(family: Family, case: TinyCase) -> TinyCase:
     latents = torch.randn(moments.mean_and_std[:, 0].shape, generator=generator)
     cond = case.encode_prompts(family, pipe, TEXTS)
     frame, sizes = _build_sizes(pipe, height, width)
+    names = inspect.signature(type(pipe).__call__).parameters
+    if {"guidance_scale", "true_cfg_scale"} <= names.keys():  # of which one is an input of the denoiser
+        sizes["guidance_scale"] = family.model_config.guidance_scale
     batch = replace(
         build_batch(latents, cond, frame), control_latents=tuple(moments.mean_and_std[:, 0] for _ in case.controls)
     )
@@ -154,10 +158,11 @@ def _find_guidance(family: Family, case: TinyCase) -> dict[str, Any]:
 
 
 def encode_with_vae(pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-    """Encode pixels as the pipelines with an ``AutoencoderKL`` do: shifted and scaled by its config."""
+    """Encode pixels as the pipelines with an ``AutoencoderKL`` do: scaled by its config, and shifted if they do so."""
     vae = pipe.vae
     if type(vae).__name__ != "AutoencoderKL":
         raise CheckSkippedError(f"there is no reference for a VAE of the class {type(vae).__name__}")
     rows = [vae.encode(each.unsqueeze(0)).latent_dist for each in pixels]
     latents = torch.cat([row.sample(generator) for row, generator in zip(rows, generators, strict=True)])
-    return Tensor((latents - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor)
+    shift = vae.config.shift_factor if "shift_factor" in inspect.getsource(type(pipe)) else None
+    return Tensor((latents - (shift or 0.0)) * vae.config.scaling_factor)

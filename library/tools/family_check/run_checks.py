@@ -7,6 +7,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +31,7 @@ EXIT_FAILED = 1
 def check_family(name: str, path_or_id: str | None) -> Generator[str, None, int]:
     """Run every check on a copy of the family's small model; the exit code is 1 where one fails."""
     with _silence_libraries():
-        model = detect_check_model(name, path_or_id)
+        model = _detect_model(name, path_or_id)
         family = load_own_family(name)()
         yield f"{family.facts.title} ({name}) with {model.path_or_id}: {model.reason}"
         case = _build_case(family, model)
@@ -44,6 +45,15 @@ def check_family(name: str, path_or_id: str | None) -> Generator[str, None, int]
         count = len(CHECKS) + len(PREVIEW_CHECKS) + len(ADAPTER_CHECKS) + len(TRAINING_CHECKS)
         yield f"{count - failed - skipped} of {count} checks passed, {failed} failed, {skipped} could not be made"
         return EXIT_FAILED if failed else 0
+
+
+def _detect_model(name: str, path_or_id: str | None) -> DetectedModel:
+    """Detect the model; problems of the family are those of the argument that names it."""
+    try:
+        return detect_check_model(name, path_or_id)
+    except UserError as error:
+        problems = (replace(each, option="check") if each.option == "family" else each for each in error.problems)
+        raise UserError(*problems) from None
 
 
 def _build_case(family: Family, model: DetectedModel) -> TinyCase:

@@ -17,8 +17,8 @@ from training_runs import write_images
 from library.config.schema import ModelConfig
 from library.errors import ConfigError, UserError
 from library.models.detect import detect_model
-from library.models.families import FAMILIES
-from library.models.own_families import identify_class
+from library.models.families import CONTROL_FAMILIES, FAMILIES
+from library.models.own_families import compute_family_fingerprint, find_contradictions, identify_class
 from library.tools.family_check.cases import CheckFailedError
 from library.tools.family_check.checks import CHECKS
 from library.tools.family_check.own_case import build_own_case, detect_check_model
@@ -156,6 +156,14 @@ def test_caches_belong_to_the_source_of_the_family(example):
         file.write(" ")
     assert len({before, identify_class(FAMILIES.get(FAMILY))}) == 2
     assert identify_class(FAMILIES.get("sd1")) == ("StableDiffusion1",)
+    assert compute_family_fingerprint(CONTROL_FAMILIES["flux"]["omini"]) is None  # as in checkpoints of before
+    assert compute_family_fingerprint(FAMILY).startswith(f"{FAMILY} ")
+
+
+def test_no_family_of_this_program_contradicts_itself():
+    own = [name for by_control in CONTROL_FAMILIES.values() for name in by_control.values()]
+    for name in (*FAMILIES.entries, *own):
+        assert list(find_contradictions(FAMILIES.get(name))) == [], name
 
 
 PLANTED = {
@@ -240,7 +248,9 @@ def test_the_arguments_of_the_tool_are_checked(example):
             run_models(argv)
     write_own(example, "facts = replace(FACTS, pipeline=replace(FACTS.pipeline, configs={}))")
     with pytest.raises(UserError, match=r"no configuration 'tiny' in pipeline\.configs"):
-        next(run_models(["--check", "own:Own"]))
+        next(run_models(["--check=own:Own"]))
+    with pytest.raises(UserError, match="--check: unknown model family 'fluxx'; did you mean flux"):
+        next(run_models(["--check", "fluxx"]))
 
 
 def run_program(folder, *arguments, ranks=1):
