@@ -72,6 +72,8 @@ class TinyCase:
     """Whether the diffusers pipeline lets texts of different length in a batch affect each other."""
     simplify_call: Callable[[dict[str, Any]], dict[str, Any]] = lambda arguments: arguments
     """The arguments of a denoiser call without padding, which the family leaves out."""
+    tolerances: dict[str, float] = field(default_factory=dict)
+    """Tolerances of the prediction, where the family gives the denoiser the same numbers in another shape."""
     controls: tuple[Image.Image, ...] = ()
     """The control images that the text encoder reads with each prompt."""
     add_channels: Callable[[Tensor], Tensor] = _return_unchanged
@@ -697,7 +699,7 @@ def _build_clip_encoder(normalize: Callable[[Any, Tensor], Tensor]) -> Callable[
     return lambda pipe, clips: normalize(pipe, pipe.vae.encode(clips).latent_dist.mode())
 
 
-def wan() -> TinyCase:
+def wan(name: str = "wan") -> TinyCase:
     texts, latents = _draw_tensors((512, 16), (4, 1, HEIGHT // 8, WIDTH // 8))
     texts[0, 13:], texts[1, 7:] = 0, 0
     one_frame = {"num_frames": 1}
@@ -708,18 +710,29 @@ def wan() -> TinyCase:
         return (latents - mean) * (1.0 / std)
 
     return TinyCase(
-        "wan",
-        _load("random:wan:tiny"),
+        name,
+        _load(f"random:{name}:tiny"),
         build_batch(latents, {"embeds": [texts[0, :13], texts[1, :7]]}),
         {"prompt_embeds": texts, **one_frame},
         one_frame,
         _build_frame_encoder(normalize),
-        "random:wan:tiny",
+        f"random:{name}:tiny",
         encode_clips=_build_clip_encoder(normalize),
         texts=one_frame,
         simplify_call=dict,  # the pipeline multiplies by the inverse of what is divided by here, so pixels round apart
         blocks=("WanTransformerBlock",),
     )
+
+
+def wan22_ti2v() -> TinyCase:
+    def simplify_call(arguments: dict[str, Any]) -> dict[str, Any]:
+        """The pipeline gives each token the same time."""
+        timestep = arguments["timestep"]
+        each = timestep if timestep.ndim == 1 else timestep[:, 0]
+        assert torch.equal(timestep, each if timestep.ndim == 1 else each[:, None].expand_as(timestep))
+        return {**arguments, "timestep": each}
+
+    return replace(wan("wan22_ti2v"), simplify_call=simplify_call, tolerances={"rtol": 1e-3, "atol": 1e-5})
 
 
 def ltx_video() -> TinyCase:
@@ -984,6 +997,7 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "flux3": flux3,
     "hunyuan_image": hunyuan_image,
     "wan": wan,
+    "wan22_ti2v": wan22_ti2v,
     "hunyuan_video15": hunyuan_video15,
     "ltx_video": ltx_video,
     "hidream": hidream,
