@@ -101,6 +101,7 @@ COUNTS = {
     ("wan_14b", "transformer"): 14_288_491_584,
     ("wan22_ti2v", "transformer"): 4_999_787_712,
     ("wan22_ti2v", "vae"): 704_688_668,
+    ("skyreels_v2", "transformer"): 14_288_491_584,
     ("hunyuan_video15", "transformer"): 8_326_608_160,
     ("hunyuan_video15", "vae"): 1_260_634_115,
     ("hunyuan_video15", "text_encoder"): 7_070_619_136,

@@ -17,6 +17,7 @@ import torch
 from diffusers.modular_pipelines.anima.encoders import encode_vae_image
 from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
+from diffusers.pipelines.skyreels_v2 import pipeline_skyreels_v2
 from diffusers.pipelines.wan import pipeline_wan
 from diffusers.pipelines.wan.pipeline_wan_video2video import retrieve_latents
 from PIL import Image
@@ -419,9 +420,10 @@ REFERENCE_AREA = 128 * 128
 def shrink_references(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the pipelines of editing models resize references to ``REFERENCE_AREA``, or to the size of the picture.
 
-    The pipeline of Wan cleans texts with ftfy, which changes none of the tests' and is not installed.
+    The pipelines of Wan and SkyReels V2 clean texts with ftfy, which changes none of the tests' and is not installed.
     """
-    monkeypatch.setattr(pipeline_wan, "ftfy", SimpleNamespace(fix_text=lambda text: text), raising=False)
+    for module in (pipeline_wan, pipeline_skyreels_v2):
+        monkeypatch.setattr(module, "ftfy", SimpleNamespace(fix_text=lambda text: text), raising=False)
     monkeypatch.setattr(pipeline_longcat_image_edit, "calculate_dimensions", lambda area, ratio: (WIDTH, HEIGHT))
     monkeypatch.setattr(
         pipeline_qwenimage_edit,
@@ -735,6 +737,10 @@ def wan22_ti2v() -> TinyCase:
     return replace(wan("wan22_ti2v"), simplify_call=simplify_call, tolerances={"rtol": 1e-3, "atol": 1e-5})
 
 
+def skyreels_v2() -> TinyCase:
+    return replace(wan("skyreels_v2"), blocks=("SkyReelsV2TransformerBlock",))
+
+
 def ltx_video() -> TinyCase:
     texts, latents = _draw_tensors((13, 48), (4, 1, HEIGHT // 16, WIDTH // 16))
     mask, one_frame = torch.tensor([[1] * 13, [1] * 7 + [0] * 6]), {"num_frames": 1}
@@ -998,6 +1004,7 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "hunyuan_image": hunyuan_image,
     "wan": wan,
     "wan22_ti2v": wan22_ti2v,
+    "skyreels_v2": skyreels_v2,
     "hunyuan_video15": hunyuan_video15,
     "ltx_video": ltx_video,
     "hidream": hidream,
