@@ -123,7 +123,8 @@ def is_component(value: Any) -> bool:
 
 def get_downscale_factor(config: JsonDict) -> int:
     """Downscale factor of a VAE or UNet: what it says, or every block but the last halves the resolution."""
-    if isinstance(ratio := config.get("spatial_compression_ratio"), int):
+    ratio = config.get("spatial_compression_ratio", config.get("scale_factor_spatial"))
+    if isinstance(ratio, int):
         return ratio
     if isinstance(scalings := config.get("spatio_temporal_scaling"), list):  # of LTX-Video's VAE, with patches
         return int(config.get("patch_size", 4) * 2 ** sum(scalings))

@@ -17,6 +17,7 @@ import torch
 from diffusers.modular_pipelines.anima.encoders import encode_vae_image
 from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
+from diffusers.pipelines.skyreels_v2 import pipeline_skyreels_v2
 from diffusers.pipelines.wan import pipeline_wan
 from diffusers.pipelines.wan.pipeline_wan_video2video import retrieve_latents
 from PIL import Image
@@ -335,9 +336,10 @@ REFERENCE_AREA = 128 * 128
 def shrink_references(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the pipelines of editing models resize references to ``REFERENCE_AREA``, or to the size of the picture.
 
-    The pipeline of Wan cleans texts with ftfy, which changes none of the tests' and is not installed.
+    The pipelines of Wan and SkyReels V2 clean texts with ftfy, which changes none of the tests' and is not installed.
     """
-    monkeypatch.setattr(pipeline_wan, "ftfy", SimpleNamespace(fix_text=lambda text: text), raising=False)
+    for module in (pipeline_wan, pipeline_skyreels_v2):
+        monkeypatch.setattr(module, "ftfy", SimpleNamespace(fix_text=lambda text: text), raising=False)
     monkeypatch.setattr(pipeline_longcat_image_edit, "calculate_dimensions", lambda area, ratio: (WIDTH, HEIGHT))
     monkeypatch.setattr(
         pipeline_qwenimage_edit,
@@ -615,7 +617,7 @@ def _build_clip_encoder(normalize: Callable[[Any, Tensor], Tensor]) -> Callable[
     return lambda pipe, clips: normalize(pipe, pipe.vae.encode(clips).latent_dist.mode())
 
 
-def wan() -> TinyCase:
+def wan(name: str = "wan") -> TinyCase:
     texts, latents = _draw_tensors((512, 16), (4, 1, HEIGHT // 8, WIDTH // 8))
     texts[0, 13:], texts[1, 7:] = 0, 0
     one_frame = {"num_frames": 1}
@@ -626,18 +628,33 @@ def wan() -> TinyCase:
         return (latents - mean) * (1.0 / std)
 
     return TinyCase(
-        "wan",
-        _load("random:wan:tiny"),
+        name,
+        _load(f"random:{name}:tiny"),
         build_batch(latents, {"embeds": [texts[0, :13], texts[1, :7]]}),
         {"prompt_embeds": texts, **one_frame},
         one_frame,
         _build_frame_encoder(normalize),
-        "random:wan:tiny",
+        f"random:{name}:tiny",
         encode_clips=_build_clip_encoder(normalize),
         texts=one_frame,
         simplify_call=dict,  # the pipeline multiplies by the inverse of what is divided by here, so pixels round apart
         blocks=("WanTransformerBlock",),
     )
+
+
+def wan22_ti2v() -> TinyCase:
+    def simplify_call(arguments: dict[str, Any]) -> dict[str, Any]:
+        """The pipeline gives each token the same time."""
+        timestep = arguments["timestep"]
+        each = timestep if timestep.ndim == 1 else timestep[:, 0]
+        assert torch.equal(timestep, each if timestep.ndim == 1 else each[:, None].expand_as(timestep))
+        return {**arguments, "timestep": each}
+
+    return replace(wan("wan22_ti2v"), simplify_call=simplify_call, tolerances={"rtol": 1e-3, "atol": 1e-5})
+
+
+def skyreels_v2() -> TinyCase:
+    return replace(wan("skyreels_v2"), blocks=("SkyReelsV2TransformerBlock",))
 
 
 def ltx_video() -> TinyCase:
@@ -902,6 +919,8 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "flux3": flux3,
     "hunyuan_image": hunyuan_image,
     "wan": wan,
+    "wan22_ti2v": wan22_ti2v,
+    "skyreels_v2": skyreels_v2,
     "hunyuan_video15": hunyuan_video15,
     "ltx_video": ltx_video,
     "hidream": hidream,

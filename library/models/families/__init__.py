@@ -48,6 +48,8 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "anima": ".anima:Anima",
         "hunyuan_image": ".hunyuan_image:HunyuanImage",
         "wan": ".wan:Wan",
+        "wan22_ti2v": ".wan22_ti2v:WanTI2V",
+        "skyreels_v2": ".skyreels_v2:SkyReelsV2",
         "hunyuan_video15": ".hunyuan_video15:HunyuanVideo15",
         "ltx_video": ".ltx_video:LTXVideo",
     },

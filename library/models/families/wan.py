@@ -37,12 +37,12 @@ WAN_TEXT_TOKENS = 512
 """The transformer always gets as many tokens of text: zeros after those of the prompt, which it attends to."""
 
 
-def _match_wan(read: ConfigReader) -> FamilyMatch:
+def _match_wan(read: ConfigReader) -> FamilyMatch | None:
     index, config = read_required(read, "model_index.json"), read_required(read, "transformer/config.json")
     if index.get("boundary_ratio") is not None:
         raise ModelError("it is Wan 2.2 with two transformers, which cannot be trained yet; use Wan 2.1")
     if index.get("expand_timesteps"):
-        raise ModelError("it is Wan 2.2 TI2V, which cannot be trained yet; use Wan 2.1")
+        return None  # Wan 2.2 TI2V
     if config.get("image_dim"):
         raise ModelError("it makes videos from images, which cannot be trained yet; use Wan 2.1 T2V")
     return match_flow_model(read, 1, f"the transformer has {config.get('num_layers')} blocks")
@@ -120,7 +120,11 @@ FACTS = FamilyFacts(
         unsupported_shapes={
             ("vace_patch_embedding.weight", 1, 96): "Wan 2.1 VACE, which cannot be trained yet",
             ("patch_embedding.weight", 1, 36): "a Wan that makes videos from images (I2V), which cannot be trained yet",
-            ("patch_embedding.weight", 1, 48): "Wan 2.2 TI2V or Wan 2.1 Fun-Control, which cannot be trained yet",
+            (
+                "patch_embedding.weight",
+                1,
+                48,
+            ): "Wan 2.2 TI2V (diffusers' folders only) or a Fun-Control (cannot be trained yet)",
         },
         trainer_names=TrainerNames(ai_toolkit=("wan21",), diffusion_pipe=("wan",)),
     ),

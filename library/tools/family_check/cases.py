@@ -79,6 +79,8 @@ class TinyCase:
     """The arguments of a denoiser call without padding, which the family leaves out."""
     compares_arguments: bool = True
     """Whether the arguments of a denoiser call are compared; else only its result, which padding does not change."""
+    tolerances: dict[str, float] = field(default_factory=dict)
+    """Tolerances of the prediction, where the family gives the denoiser the same numbers in another shape."""
     controls: tuple[Image, ...] = ()
     """The control images that the text encoder reads with each prompt."""
     add_channels: Callable[[Tensor], Tensor] = return_unchanged

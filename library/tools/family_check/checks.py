@@ -97,7 +97,8 @@ def _ensure_equal_results(case: TinyCase, ours: Tensor, theirs: Tensor, differen
     tolerance = EXACT if case.compares_arguments else 1e-4  # padding is rounded in another way
     calls = f" (the calls of the denoiser differ: {'; '.join(differences)})" if differences else ""
     reason = f"predict returns something else than the pipeline{calls}"
-    ensure_close(ours, theirs, reason, rtol=tolerance, atol=tolerance)
+    tolerances = case.tolerances or {"rtol": tolerance, "atol": tolerance}
+    ensure_close(ours, theirs, reason, **tolerances)
 
 
 @torch.no_grad()

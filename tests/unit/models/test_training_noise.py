@@ -129,6 +129,20 @@ def test_stages_of_a_run_count_by_their_steps_and_not_by_their_images(monkeypatc
     assert summary.shares[0] == pytest.approx(expected)
 
 
+def test_the_latent_frames_of_clips_count_for_shifts_by_size(monkeypatch):
+    bucket = SimpleNamespace(resolution=(512, 512), num_frames=17)  # three latent frames of LTX-Video
+    batch_plan = SimpleNamespace(buckets=[bucket], count_samples=lambda _: 1, steps_per_epoch=1)
+    stage = SimpleNamespace(first_step=0, end_step=None, batch_plan=batch_plan)
+    monkeypatch.setattr(noise_summary, "get_planned_stages", lambda _: [stage])
+    detected, plan = detect_model("random:ltx_video"), SimpleNamespace(batch_plan=None, steps=1)
+    summary = noise_summary.summarize_noise_levels(NoiseConfig(), detected, plan)
+    process = FlowMatchingProcess.from_scheduler(
+        get_config_reader(detected)("scheduler/scheduler_config.json"), patch_size=1
+    )
+    factor = process.shift.compute_factor(process.count_tokens(torch.Size((1, 128, 3, 16, 16))))
+    assert summary.shifts == pytest.approx((factor, factor))
+
+
 def test_shares_of_several_sizes_are_their_mean():
     summary = NoiseSummary("shift", (1.88, 3.16), (0.194, 0.027))
     assert "shift 1.88 to 3.16; share of samples: 19.4% below sigma 0.5, 2.7% below sigma 0.25" in summary.format_text()

@@ -1,0 +1,57 @@
+"""SkyReels V2 from text: a model of Wan 2.1's architecture, trained by others at 24 frames per second."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ...config.network_args import GENERAL_NETWORK
+from ...dataset.frame_windows import FrameRule
+from ...diffusion.timestep_shift import FixedShift
+from ..base import BaseModelInfo
+from ..facts import DetectionFacts, FamilyMatch, PipelineFacts, SamplingFacts, SingleFileFacts
+from ..model_configs import ConfigReader, ModelError, read_required
+from ..shared_facts import match_flow_model
+from ..training_noise import TrainingNoiseFacts
+from .wan import FACTS as WAN_FACTS
+from .wan import Wan
+
+
+def _match_skyreels_v2(read: ConfigReader) -> FamilyMatch:
+    config = read_required(read, "transformer/config.json")
+    if config.get("inject_sample_info"):
+        raise ModelError("it continues videos (diffusion forcing), which cannot be trained yet; use SkyReels V2 T2V")
+    return match_flow_model(read, 1, f"the transformer has {config.get('num_layers')} blocks")
+
+
+FACTS = replace(
+    WAN_FACTS,
+    title="SkyReels V2",
+    pipeline=PipelineFacts(
+        class_name="SkyReelsV2Pipeline",
+        kind="video",
+        num_parameters=14_288_491_584,
+        hub_id="Skywork/SkyReels-V2-T2V-14B-540P-Diffusers",
+        frames=FrameRule(stride=4, fps=24.0),
+    ),
+    detection=DetectionFacts(match_configs=_match_skyreels_v2),
+    lora=replace(
+        WAN_FACTS.lora,
+        targets_of="",
+        modelspec_architecture="skyreels-v2",
+        modelspec_implementation="https://github.com/SkyworkAI/SkyReels-V2",
+    ),
+    training_noise=TrainingNoiseFacts(shift=FixedShift(3.0), reason="as Wan 2.1, since no trainer's guide has another"),
+    sampling=SamplingFacts(num_inference_steps=50, guidance_scale=6.0, image_size=(960, 544)),
+    # Only diffusers' folders are tried, and no command of musubi-tuner is for this model.
+    single_files=SingleFileFacts(),
+    options=replace(WAN_FACTS.options, network=GENERAL_NETWORK, musubi_versions={}),
+    notes="text to video; diffusers folders",
+)
+
+
+class SkyReelsV2(Wan):
+    facts = FACTS
+
+    def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
+        return BaseModelInfo("skyreels_v2", "skyreels-v2")
