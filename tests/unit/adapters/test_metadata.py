@@ -156,6 +156,10 @@ def test_the_implementation_is_the_one_that_sd_scripts_names():
         "anima": "https://huggingface.co/circlestone-labs/Anima",
         "hunyuan_image": "https://github.com/Tencent-Hunyuan/HunyuanImage-2.1",
         "wan": "https://github.com/Wan-Video/Wan2.1",
+        "wan22_ti2v": "https://github.com/Wan-Video/Wan2.2",
+        "skyreels_v2": "https://github.com/SkyworkAI/SkyReels-V2",
+        "hunyuan_video15": "https://github.com/Tencent-Hunyuan/HunyuanVideo-1.5",
+        "ltx_video": "https://github.com/Lightricks/LTX-Video",
     }
     found = {name: facts.lora.modelspec_implementation for name, facts in FAMILY_FACTS.items()}
     assert found == {**dict.fromkeys(FAMILY_FACTS, "diffusers"), **authors}
