@@ -6,7 +6,7 @@ import pytest
 import torch
 from family_cases import SIZE, build_case, case
 from PIL import Image, ImageChops
-from tiny_pipelines import TINY
+from tiny_pipelines import TINY, shrink_references
 from torch import nn
 
 from library.models.base import Family, T5Family
@@ -47,7 +47,8 @@ VIDEO_FAMILIES = [name for name, facts in FAMILY_FACTS.items() if facts.pipeline
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", VIDEO_FAMILIES)
-def test_a_preview_of_several_frames_is_the_clip_that_the_diffusers_pipeline_samples(name, build_case):
+def test_a_preview_of_several_frames_is_the_clip_that_the_diffusers_pipeline_samples(name, build_case, monkeypatch):
+    shrink_references(monkeypatch)
     family, tiny = build_case(name)
     num_frames = family.facts.pipeline.frames.stride + 1
     theirs = tiny.pipe(
