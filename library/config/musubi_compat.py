@@ -30,10 +30,14 @@ KONTEXT_MODULE, KONTEXT_VERSION = "networks.lora_flux", "kontext"
 """FLUX.1 Kontext, the one model of musubi-tuner whose module sd-scripts has for another model."""
 
 _VIDEO, _MISSING = "a video model that is not supported yet", "which is not supported"
+_FOLDER_ONLY = (
+    "HunyuanVideo 1.5, which is trained from a folder in diffusers' format, with --pretrained_model_name_or_path in"
+    " place of --dit"
+)
 MISSING_MODELS = {
     "networks.lora": f"HunyuanVideo, {_VIDEO}",
     "networks.lora_framepack": f"FramePack, {_VIDEO}",
-    "networks.lora_hv_1_5": f"HunyuanVideo 1.5, {_VIDEO}",
+    "networks.lora_hv_1_5": _FOLDER_ONLY,
     "networks.lora_kandinsky": f"Kandinsky 5, {_VIDEO}",
     "networks.lora_ideogram4": f"Ideogram 4, {_MISSING}",
     "networks.lora_hidream_o1": f"HiDream-O1, {_MISSING}",
@@ -45,7 +49,7 @@ MISSING_TASKS = {
     "flf2v-14B": "Wan 2.1 FLF2V, which makes videos from a first and a last frame",
     **dict.fromkeys(("t2v-1.3B-FC", "t2v-14B-FC", "i2v-14B-FC"), "Wan 2.1 Fun-Control, which makes videos from clips"),
     **dict.fromkeys(("t2v-A14B", "i2v-A14B"), "Wan 2.2, which has two transformers, for high and for low noise"),
-    **dict.fromkeys(("t2v", "i2v"), "HunyuanVideo 1.5"),
+    "i2v": "HunyuanVideo 1.5 I2V, which makes videos from images",
 }
 """The models of musubi-tuner that cannot be trained here, by their tasks; those of Kandinsky 5 begin with k5."""
 
@@ -143,6 +147,8 @@ def find_missing_model(settings: Collection[RawSetting]) -> Problem | None:
     if model is not None:
         text = f"{task} is {model}; it is not supported yet"
         return Problem("task", text, _SUPPORTED, place=_find_place(settings, "task"))
+    if task == "t2v":
+        return Problem("task", f"{task} is {_FOLDER_ONLY}", _SUPPORTED, place=_find_place(settings, "task"))
     return None
 
 

@@ -246,6 +246,7 @@ def _detect_single_file(
         if configs := match_bundled_configs(header, family, facts, version_config):
             if variant is not None and f"{family}_{variant}" not in configs:
                 raise ModelError(f"does not have the sizes of {family}:{variant}")
+            _reject_unsupported_name(path, facts)
             config = configs[0] if variant is None else f"{family}_{variant}"
             detected = _build_single_file_model(path, header, family, config, family_option is not None)
             is_told = variant is not None or family not in FAMILY_FACTS  # whose variants --family does not take
@@ -258,6 +259,12 @@ def _detect_single_file(
     if family_option and any(has_denoiser(header, facts) for facts in FAMILY_FACTS.values()):
         raise ModelError(f"does not contain weights of family {family_option}; leave --family out to detect it")
     raise ModelError(_describe_unknown_file(header))
+
+
+def _reject_unsupported_name(path: Path, facts: FamilyFacts) -> None:
+    for part, model in facts.detection.unsupported_file_names.items():
+        if part in path.name.lower():
+            raise ModelError(f"is named ({part}) like {model}, which cannot be trained yet")
 
 
 def _mention_variants(detected: DetectedModel, configs: Sequence[str]) -> DetectedModel:

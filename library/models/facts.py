@@ -110,6 +110,8 @@ class DetectionFacts:
     """
     unsupported_shapes: Mapping[tuple[str, int, int], str] = field(default_factory=dict)
     """What a model is whose key has an axis of this length, if it cannot be trained."""
+    unsupported_file_names: Mapping[str, str] = field(default_factory=dict)
+    """What a model is whose file name contains this, if it cannot be trained and has the same keys and shapes."""
     trainer_names: TrainerNames = TrainerNames()
     """The names of the model in other trainers."""
 

@@ -30,6 +30,14 @@ def use_eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
+@contextmanager
+def _seed_global_generators(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed torch's global generators, and restore them: the decoder of LTX-Video 0.9.1 draws noise from them."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
 @torch.no_grad()
 def sample_frames(
     family: "Family",
@@ -54,7 +62,8 @@ def sample_frames(
         output = sampling_pipe(generator=generator, output_type="latent", **kwargs)
     latents = output.frames if hasattr(output, "frames") else output.images
     # Decode outside of the pipeline, which would cast the float32 VAE to the denoiser's dtype.
-    pixels = family.decode_sampled_latents(sampling_pipe, latents, height, width)
+    with _seed_global_generators(generator.initial_seed(), latents.device):
+        pixels = family.decode_sampled_latents(sampling_pipe, latents, height, width)
     processor = getattr(sampling_pipe, "image_processor", None) or sampling_pipe.video_processor
     frames = pixels[0].transpose(0, 1) if pixels.ndim == 5 else pixels[:1]  # (frames, channels, height, width)
     images: list[Image] = processor.postprocess(frames, output_type="pil")

@@ -73,6 +73,18 @@ def test_a_preview_of_several_frames_is_the_clip_that_the_diffusers_pipeline_sam
     assert len({frame.tobytes() for frame in ours}) == num_frames
 
 
+def test_a_decoder_that_draws_noise_gives_one_preview_and_changes_no_state(build_case, monkeypatch):
+    """That of LTX-Video 0.9.1 draws from torch's global generator."""
+    family, tiny = build_case("flux")
+    decode = family.decode_sampled_latents
+    monkeypatch.setattr(family, "decode_sampled_latents", lambda *each: decode(*each) + torch.rand(1))
+    state = torch.random.get_rng_state()
+    first = generate_preview(family, tiny, num_inference_steps=1)
+    assert torch.equal(state, torch.random.get_rng_state())
+    torch.manual_seed(5)
+    assert first.tobytes() == generate_preview(family, tiny, num_inference_steps=1).tobytes()
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("name", "count"), [pytest.param("flux_kontext", 1, marks=pytest.mark.slow), ("flux2_klein", 2)]

@@ -126,6 +126,9 @@ FACTS = FamilyFacts(
                 48,
             ): "Wan 2.2 TI2V (diffusers' folders only) or a Fun-Control (cannot be trained yet)",
         },
+        unsupported_file_names=dict.fromkeys(
+            ("high_noise", "low_noise"), "one of the two transformers of Wan 2.2 A14B"
+        ),
         trainer_names=TrainerNames(ai_toolkit=("wan21",), diffusion_pipe=("wan",)),
     ),
     single_files=SingleFileFacts(

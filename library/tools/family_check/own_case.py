@@ -95,6 +95,8 @@ def _fill_case(family: Family, case: TinyCase) -> TinyCase:
         build_batch(latents, cond, frame), control_latents=tuple(moments.mean_and_std[:, 0] for _ in case.controls)
     )
     settings = _read_call_settings(family, case, cond)
+    if family.facts.pipeline.frames is not None:
+        settings["num_frames"] = 1
     pack, unpack = _find_packing(pipe, height, width)
     case = replace(
         case, batch=batch, sizes={**sizes, **settings}, texts=settings, pack_latents=pack, unpack_latents=unpack
@@ -128,14 +130,22 @@ def _find_packing(pipe: Any, height: int, width: int) -> tuple[Callable[[Tensor]
     if not hasattr(pipe, "_pack_latents"):
         return return_unchanged, return_unchanged
 
+    pack_names, unpack_names = (
+        inspect.signature(function).parameters for function in (pipe._pack_latents, pipe._unpack_latents)
+    )
+
     def pack(latents: Tensor) -> Tensor:
-        count = len(inspect.signature(pipe._pack_latents).parameters)
-        return Tensor(pipe._pack_latents(latents, *(latents.shape if count > 1 else ())))
+        has_shape = "batch_size" in pack_names
+        return Tensor(pipe._pack_latents(latents, *(latents.shape if has_shape else ())))
 
     def unpack(latents: Tensor) -> Tensor:
         if latents.ndim != 3:
             return latents
-        unpacked = pipe._unpack_latents(latents, height, width, pipe.vae_scale_factor)
+        if "num_frames" in unpack_names:  # of clips, whose pipelines count in latents
+            factor = pipe.vae_spatial_compression_ratio
+            return Tensor(pipe._unpack_latents(latents, 1, height // factor, width // factor))
+        more = (pipe.vae_scale_factor,) if "vae_scale_factor" in unpack_names else ()
+        unpacked = pipe._unpack_latents(latents, height, width, *more)
         return Tensor(unpacked.squeeze(2) if unpacked.ndim == 5 else unpacked)
 
     return pack, unpack
@@ -150,7 +160,7 @@ def _find_guidance(family: Family, case: TinyCase) -> dict[str, Any]:
         arguments = {"prompt": [TEXTS[0]], **case.sizes, scale: value, **case.size_arguments}
         try:
             case.pipe(**arguments, num_inference_steps=2, output_type="latent")
-        except (TypeError, ValueError, AttributeError, RuntimeError, NotImplementedError):
+        except (TypeError, ValueError, AttributeError, RuntimeError, NameError):
             break  # the checks that call it say why
         if len(record.calls) == 2 and len(record.outputs[0]) == 1:
             return {"scale": scale, "guidance_off": value}

@@ -309,6 +309,14 @@ def test_a_file_of_another_model_of_wan_is_refused_by_what_it_is(key, shape, tex
         detect_model(str(tmp_path / "dit.safetensors"))
 
 
+def test_a_file_that_is_named_like_an_expert_of_wan_2_2_is_refused(tmp_path):
+    """Names and shapes are those of Wan 2.1."""
+    tensors = original_checkpoints.convert_wan_transformer(TINY["wan"]().pipe.transformer)
+    save_file(tensors, path := tmp_path / "wan2.2_t2v_A14B_High_Noise.safetensors")
+    with pytest.raises(ConfigError, match=r"high_noise.* Wan 2.2 A14B, which cannot be trained yet"):
+        detect_model(str(path))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
 @pytest.mark.parametrize("name", ["ovis_image", "longcat_image"])
