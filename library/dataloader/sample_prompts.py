@@ -21,7 +21,7 @@ from ..storage.remote_store import RemoteStore
 IMAGE_SIZE_MULTIPLE = 8
 """The multiple of the sides of previews: every VAE downsamples by 8 or more."""
 MIN_FPS, MAX_FPS = 1, 240
-"""The rates at which clips are written: WebP files count whole milliseconds, too coarse for the times of faster ones."""
+"""The rates at which clips are written: WebP files count whole milliseconds, too coarse for faster ones."""
 
 
 def _locate_nowhere(key: str) -> Place:
