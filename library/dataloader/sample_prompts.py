@@ -20,6 +20,8 @@ from ..storage.remote_store import RemoteStore
 
 IMAGE_SIZE_MULTIPLE = 8
 """The multiple of the sides of previews: every VAE downsamples by 8 or more."""
+MIN_FPS, MAX_FPS = 1, 240
+"""The rates at which clips are written: WebP files count whole milliseconds, too coarse for faster ones."""
 
 
 def _locate_nowhere(key: str) -> Place:
@@ -144,6 +146,13 @@ def _parse_positive(value: Any) -> float:
     return float(value)
 
 
+def _parse_fps(value: Any) -> float:
+    if type(value) not in (int, float) or not MIN_FPS <= value <= MAX_FPS:
+        limits = f"expected {MIN_FPS} to {MAX_FPS} frames per second"
+        raise _InvalidValue(f"{limits}, got {value!r}; leave it out for the rate of the model")
+    return float(value)
+
+
 def _parse_text(value: Any) -> str:
     if not isinstance(value, str):
         raise _InvalidValue(f"expected a string, got {value!r}")
@@ -191,7 +200,7 @@ _PROMPT_FIELDS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "flow_shift": ("flow_shift", _parse_positive),
     "discrete_flow_shift": ("flow_shift", _parse_positive),
     "frame_count": ("num_frames", lambda value: _parse_int(value, 1)),
-    "fps": ("fps", _parse_positive),
+    "fps": ("fps", _parse_fps),
     "image_path": ("first_image", _parse_path),
     "end_image_path": ("last_image", _parse_path),
     "sample_sampler": ("sampler", _parse_sampler),

@@ -5,6 +5,7 @@ Sound of a clip belongs into the MP4 file, as a second stream beside that of ``e
 
 import io
 import itertools
+import statistics
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -78,15 +79,27 @@ def _list_durations(num_frames: int, fps: float, unit: int) -> list[int]:
 
 
 def decode_animation(data: bytes) -> tuple[list["Image"], float]:
-    """Decode the frames of an animated image, and their number per second."""
+    """Decode the frames of an animated image, and their number per second.
+
+    Encoders store equal consecutive frames as one that is shown longer; it is repeated here, as the same object.
+    """
     from PIL import Image, ImageSequence
 
-    frames, milliseconds = list["Image.Image"](), 0.0
+    stored, durations = list["Image.Image"](), list[float]()
     with Image.open(io.BytesIO(data)) as file:
         for frame in ImageSequence.Iterator(file):
-            frames.append(frame.convert("RGB"))
-            milliseconds += file.info.get("duration", 0)
-    return frames, len(frames) * _MILLISECONDS / max(milliseconds, 1.0)
+            stored.append(frame.convert("RGB"))
+            durations.append(file.info.get("duration", 0))
+    counts = _count_repeats(durations)
+    frames = [frame for frame, count in zip(stored, counts, strict=True) for _ in range(count)]
+    return frames, len(frames) * _MILLISECONDS / max(sum(durations), 1.0)
+
+
+def _count_repeats(durations: Sequence[float]) -> list[int]:
+    """Count the frames of the clip in each stored frame; single ones differ by the rounding of their ends."""
+    shortest = max(1.0, min(durations))
+    single = statistics.fmean(max(1.0, duration) for duration in durations if duration < 1.5 * shortest)
+    return [max(1, round(duration / single)) for duration in durations]
 
 
 def select_spread_frames(frames: Sequence["Image"], count: int) -> list["Image"]:

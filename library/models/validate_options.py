@@ -20,7 +20,6 @@ from ..config.options import flatten_config, iter_options
 from ..config.schema import AdapterConfig, ModelConfig
 from ..config.schema_data import CacheConfig, DataConfig
 from ..config.schema_objective import NoiseConfig
-from ..config.schema_output import PreviewConfig
 from ..config.types import is_prompt_text
 from ..config.unused_options import (
     ModelTraits,
@@ -235,7 +234,7 @@ def drop_unused_model_options(loaded: ParsedConfig) -> ParsedConfig:
     if not facts.options.network.is_unet:
         names = [name for name in list_arg_names(adapter.network_args) if name in ("conv_dim", "conv_alpha")]
         loaded = loaded.without_args(dict.fromkeys(names, f"{facts.title} has no convolutions"))
-    unusable = tuple(_find_unusable_samplers(loaded.config.preview, loaded.config.noise, detected))
+    unusable = _find_unusable_prompt_settings(loaded.config, detected)
     loaded = _round_bucket_steps(replace(loaded, unused=(*loaded.unused, *unusable)), detected)
     loaded = _take_musubi_args(loaded, facts.options.network)
     lengths = find_block_lr_weight_lengths(parse_network_args(adapter.network_args)[0], facts.options.network)
@@ -247,14 +246,31 @@ def drop_unused_model_options(loaded: ParsedConfig) -> ParsedConfig:
     return replace(loaded, kohya_defaults=tuple(_find_other_defaults(loaded, detected)), taken_defaults=taken)
 
 
+def _find_unusable_prompt_settings(config: RunConfig, model: DetectedModel) -> list[tuple[Place, str]]:
+    """Find the settings of prompts that do not change the previews of this model, and why."""
+    try:
+        prompts = load_preview_prompts(config.preview)
+    except ConfigError:  # reported by validate_model_options
+        return []
+    return [*_find_unusable_samplers(prompts, config.noise, model), *_find_unusable_rates(prompts, model)]
+
+
+def _find_unusable_rates(prompts: Sequence[Prompt], model: DetectedModel) -> Iterator[tuple[Place, str]]:
+    """Find the frames per second of prompts that make images, though the model makes clips as well."""
+    if get_family_facts(model.family).pipeline.frames is None:
+        return  # reported by validate_prompts
+    rated = [(prompt.locate_key("fps"), prompt.num_frames or 1) for prompt in prompts if prompt.fps is not None]
+    # Prompts of a file may share the key; prompts in the option itself have no places of their own.
+    used = {place for place, frames in rated if frames > 1 and place.file}
+    for place in dict.fromkeys(place for place, _ in rated):
+        if place not in used:
+            yield place, "an image has no rate; a prompt of more than 1 frame, set with --f or frame_count, has"
+
+
 def _find_unusable_samplers(
-    preview: PreviewConfig, noise: NoiseConfig, model: DetectedModel
+    prompts: Sequence[Prompt], noise: NoiseConfig, model: DetectedModel
 ) -> Iterator[tuple[Place, str]]:
     """Find the samplers of prompts that previews of this model do not use: the first prompt of each, and why."""
-    try:
-        prompts = load_preview_prompts(preview)
-    except ConfigError:  # reported by validate_model_options
-        return
     found = dict[str | None, Prompt]()
     for prompt in prompts:
         found.setdefault(prompt.sampler, prompt)

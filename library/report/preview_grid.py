@@ -5,6 +5,7 @@ the middle one and the last one.
 """
 
 import itertools
+import logging
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from ..dataset.clip_encoding import decode_animation, join_frames
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+logger = logging.getLogger(__name__)
 MAX_GRID_COLUMNS, MAX_GRID_ROWS = 6, 16
 CELL_AREA = 208 * 208
 """Pixels of each image on the grid; smaller ones are enlarged."""
@@ -65,11 +67,11 @@ def select_evenly_spaced(columns: Sequence[str], limit: int) -> list[str]:
 
 
 def draw_preview_grid(rows: Sequence[tuple[str, PreviewRow]], columns: Sequence[str]) -> "Image":
-    """Draw the images with prompts on the left and steps or epochs above."""
+    """Draw the images with prompts on the left and steps or epochs above; cells of unreadable files stay empty."""
     from PIL import Image, ImageDraw
 
-    images = [{column: _load_resized(row[column]) for column in columns if column in row} for _, row in rows]
-    widths = [max(row[column].width for row in images if column in row) for column in columns]
+    images = [_load_row(row, columns) for _, row in rows]
+    widths = [max((row[column].width for row in images if column in row), default=LABEL_WIDTH) for column in columns]
     heights = [max((image.height for image in row.values()), default=TEXT_LINE_HEIGHT) for row in images]
     size = (
         GRID_MARGIN * 2 + LABEL_WIDTH + sum(widths) + GRID_GAP * len(widths),
@@ -106,6 +108,18 @@ def _list_columns(rows: Mapping[int, PreviewRow]) -> list[str]:
     """List the columns of the longest row, which has all of them."""
     longest: PreviewRow = max(rows.values(), key=len, default={})
     return list(longest)
+
+
+def _load_row(row: PreviewRow, columns: Sequence[str]) -> "dict[str, Image]":
+    """Load the images of a row by column, without those that cannot be read."""
+    images = dict[str, "Image"]()
+    for column in columns:
+        if column in row:
+            try:
+                images[column] = _load_resized(row[column])
+            except OSError as error:  # such as that of a truncated file
+                logger.warning("%s: cannot be read and is left out of the preview grid: %s", row[column], error)
+    return images
 
 
 def _load_resized(path: Path) -> "Image":

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from ..atomic_files import write_atomic
 from ..config.schema_output import PreviewConfig
 from ..dataloader.images import load_preview_controls
 from ..dataloader.sample_prompts import Prompt
@@ -124,10 +125,9 @@ class Preview:
         epoch = run.plan.get_epoch_ended_at(run.state.step)
         when = f"e{epoch:06d}" if self.config.sample_every_n_epochs and epoch else f"{run.state.step:06d}"
         stem = f"{self.name}_{when}_{index:02d}_{time.strftime('%Y%m%d%H%M%S')}_{seed}"
-        self.output_dir.mkdir(parents=True, exist_ok=True)
         for extension, data in files.items():
             path = self.output_dir / f"{stem}{extension}"
-            path.write_bytes(data)
+            write_atomic(path, data)
             self.saved_paths.append(path)
 
 

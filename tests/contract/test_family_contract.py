@@ -1,6 +1,8 @@
 """Every family fulfils the contract of library.models.base, compared with the pipelines of diffusers."""
 
 import re
+import tempfile
+from dataclasses import replace
 
 import pytest
 import torch
@@ -60,12 +62,11 @@ def test_a_preview_of_several_frames_is_the_clip_that_the_diffusers_pipeline_sam
         generator=torch.Generator().manual_seed(1),
         output_type="pil",
     ).frames[0]
-    prompt = build_preview_prompt(
-        tiny, "a red circle", "blue", num_inference_steps=2, cfg_scale=3.0, num_frames=num_frames
-    )
-    cond = tiny.encode_prompts(family, tiny.pipe, [prompt.text])
-    negative = tiny.encode_negative_prompts(family, tiny.pipe, [prompt.negative_prompt])
-    ours = family.generate_frames(tiny.pipe, prompt, cond, negative, torch.Generator().manual_seed(1), None)
+    settings = {"num_inference_steps": 2, "cfg_scale": 3.0, "num_frames": num_frames}
+    with build_preview_prompt(tiny, "a red circle", "blue", **settings) as prompt:
+        cond = tiny.encode_prompts(family, tiny.pipe, [prompt.text])
+        negative = tiny.encode_negative_prompts(family, tiny.pipe, [prompt.negative_prompt])
+        ours = family.generate_frames(tiny.pipe, prompt, cond, negative, torch.Generator().manual_seed(1), None)
     assert len(ours) == len(theirs) == num_frames
     # Latents are divided by a deviation here and multiplied by its inverse there, so that values round apart.
     for mine, reference in zip(ours, theirs, strict=True):
@@ -108,6 +109,16 @@ def test_a_preview_with_a_control_image_is_the_image_that_the_diffusers_pipeline
     ours = generate_preview(family, tiny, num_inference_steps=2, control_images=(reference,) * count)
     assert ours.tobytes() == theirs.tobytes()
     assert ours.tobytes() != generate_preview(family, tiny, num_inference_steps=2).tobytes()
+
+
+def test_the_files_of_control_images_are_removed_after_the_preview(build_case, tmp_path, monkeypatch):
+    family, tiny = build_case("flux2_klein")
+    tiny = replace(tiny, controls=(make_image((96, 64)), make_image((64, 96))))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    generate_preview(family, tiny, num_inference_steps=1)
+    with build_preview_prompt(tiny, "a") as prompt:
+        assert [Image.open(path).size for path in prompt.control_images] == [(96, 64), (64, 96)]
+    assert list(tmp_path.iterdir()) == []
 
 
 def make_image(size):

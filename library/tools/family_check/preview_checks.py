@@ -1,7 +1,8 @@
 """The checks of previews: their images are those of the diffusers pipeline, and they leave nothing behind."""
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +17,27 @@ from .cases import TinyCase, ensure, ensure_close
 from .checks import call_pipeline, get_images
 
 
-def build_preview_prompt(case: TinyCase, text: str, negative: str = "", **options: Any) -> Prompt:
-    """Build a prompt in the size of the case, with files of its control images."""
-    paths = [Path(tempfile.mkdtemp(), "control.png") for _ in case.controls]
-    for path, image in zip(paths, case.controls, strict=True):
-        image.save(path)
-    return Prompt(text, negative, **{**case.size_arguments, "control_images": tuple(paths), **options})
+@contextmanager
+def build_preview_prompt(case: TinyCase, text: str, negative: str = "", **options: Any) -> Iterator[Prompt]:
+    """Build a prompt in the size of the case; the files of its control images exist inside the block."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder, f"control{number}.png") for number in range(len(case.controls))]
+        for path, image in zip(paths, case.controls, strict=True):
+            image.save(path)
+        yield Prompt(text, negative, **{**case.size_arguments, "control_images": tuple(paths), **options})
 
 
 @torch.no_grad()
 def generate_preview(family: Family, case: TinyCase, sampler: str | None = None, **options: Any) -> Image:
     """Sample a preview in a few steps."""
     pipe = case.pipe
-    prompt = build_preview_prompt(
-        case, "a red circle", "blue", **{"num_inference_steps": 3, "cfg_scale": 3.0, **options}
-    )
-    cond = case.encode_prompts(family, pipe, [prompt.text])
-    negative = case.encode_negative_prompts(family, pipe, [prompt.negative_prompt])
-    return family.generate_image(
-        pipe, prompt, cond, negative, generator=torch.Generator().manual_seed(1), sampler=sampler
-    )
+    settings = {"num_inference_steps": 3, "cfg_scale": 3.0, **options}
+    with build_preview_prompt(case, "a red circle", "blue", **settings) as prompt:
+        cond = case.encode_prompts(family, pipe, [prompt.text])
+        negative = case.encode_negative_prompts(family, pipe, [prompt.negative_prompt])
+        return family.generate_image(
+            pipe, prompt, cond, negative, generator=torch.Generator().manual_seed(1), sampler=sampler
+        )
 
 
 def check_preview(family: Family, case: TinyCase) -> None:
@@ -91,14 +93,14 @@ def check_preview_state(family: Family, case: TinyCase) -> None:
 def check_preview_without_encoders(family: Family, case: TinyCase) -> None:
     """Generate a preview in bfloat16 from encoded texts, when text encoders are freed."""
     pipe = family.load(case.detect(), torch.bfloat16)
-    prompt = build_preview_prompt(case, "a", num_inference_steps=2)
     with torch.no_grad():
         cond, negative = (case.encode_prompts(family, pipe, [text]) for text in ("a", ""))
     for part in family.facts.text.components:
         setattr(pipe, part, None)
-    image = family.generate_image(
-        pipe, prompt, cond, negative, generator=torch.Generator().manual_seed(1), sampler=None
-    )
+    with build_preview_prompt(case, "a", num_inference_steps=2) as prompt:
+        image = family.generate_image(
+            pipe, prompt, cond, negative, generator=torch.Generator().manual_seed(1), sampler=None
+        )
     height, width = case.size
     ensure(image.size == (width, height), f"the preview has {image.size} pixels instead of {(width, height)}")
 

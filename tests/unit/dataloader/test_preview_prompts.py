@@ -7,12 +7,13 @@ import pytest
 from PIL import Image
 from problem_lines import format_lines
 
+from library.config import parse_config
 from library.config.schema import ModelConfig
 from library.config.schema_output import PreviewConfig
 from library.dataloader.sample_prompts import Prompt, load_preview_prompts, load_prompts
 from library.errors import ConfigError
 from library.models.detect import detect_model
-from library.models.validate_options import validate_prompts
+from library.models.validate_options import drop_unused_model_options, validate_prompts
 
 
 def read(tmp_path, name, text):
@@ -267,3 +268,43 @@ def test_images_with_which_a_clip_begins_and_ends_are_arguments_of_the_pipelines
     }
     assert found[1].keys() == {"image"} and family.build_frame_image_kwargs(None, None, None) == {}
     assert found[0].keys() <= inspect.signature(WanImageToVideoPipeline.__call__).parameters.keys()
+
+
+@pytest.mark.parametrize("fps", ["0", "0.0001", "0.99", "241", "2000", "nan", "fast"])
+def test_rates_at_which_a_clip_cannot_be_written_are_refused(fps, tmp_path):
+    (line,) = problems(tmp_path, "p.txt", f"plain\nwalks --f 5 --fps {fps}\n")
+    assert line.startswith(":2: --fps: expected 1 to 240 frames per second, got ")
+    assert line.endswith("; leave it out for the rate of the model")
+
+
+def test_the_limits_of_the_rate_are_taken(tmp_path):
+    assert [prompt.fps for prompt in read(tmp_path, "p.txt", "a --fps 1\na --fps 23.976\na --fps 240\n")] == [
+        1.0,
+        23.976,
+        240.0,
+    ]
+
+
+def list_notices(prompts: Path | str, model: str) -> list[str]:
+    flags = {"pretrained_model_name_or_path": model, "sample_prompts": str(prompts), "sample_every_n_steps": "1"}
+    parsed = parse_config([word for name, value in flags.items() for word in (f"--{name}", value)])
+    return [line for line in drop_unused_model_options(parsed).list_notices() if "fps" in line]
+
+
+def test_the_rate_of_a_prompt_that_makes_an_image_is_named_in_one_line(tmp_path):
+    reason = "(an image has no rate; a prompt of more than 1 frame, set with --f or frame_count, has)"
+    lines = tmp_path / "p.txt"
+    lines.write_text("a --fps 8\nb --f 5 --fps 8\nc --f 1 --fps 24\nd\n")
+    assert list_notices(lines, "random:wan:tiny") == [
+        f"no effect on this run: {lines}:1: --fps {reason}, {lines}:3: --fps {reason}"
+    ]
+    lines.write_text("b --f 5 --fps 8\n")
+    assert list_notices(lines, "random:wan:tiny") == []
+    assert list_notices("a --f 5 --fps 8\nb --fps 8", "random:wan:tiny") == [
+        f"no effect on this run: --sample_prompts: --fps {reason}"
+    ]
+    shared = tmp_path / "p.toml"
+    for frames, notices in ((5, []), (1, [f"no effect on this run: {shared}:2: fps {reason}"])):
+        subsets = f'[[prompt.subset]]\nprompt = "a"\n[[prompt.subset]]\nprompt = "b"\nframe_count = {frames}\n'
+        shared.write_text(f"[prompt]\nfps = 8\n{subsets}")
+        assert list_notices(shared, "random:wan:tiny") == notices, "prompts that share the key name it once"

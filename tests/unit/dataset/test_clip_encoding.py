@@ -52,6 +52,20 @@ def test_an_animated_image_has_the_frames_and_their_rate(encode, fps):
     assert found == pytest.approx(fps, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("encode", "fps"), [(encode_webp, 16.0), (encode_webp, 24.0), (encode_webp, 240.0), (encode_gif, 16.0)]
+)
+def test_equal_frames_that_are_stored_as_one_are_decoded_as_often_as_they_were_encoded(encode, fps):
+    first, *others = draw_frames(6)
+    data = encode([*[first] * 20, *others[:4], *[others[4]] * 3], fps)
+    assert Image.open(io.BytesIO(data)).n_frames == 6
+    frames, found = decode_animation(data)
+    assert read_indices(frames) == [*[0] * 20, 1, 2, 3, 4, *[5] * 3]
+    assert found == pytest.approx(fps, rel=0.02)
+    strip = np.asarray(join_frames(frames, gap=0))
+    assert read_indices(strip[:, start : start + 96] for start in (0, 96, 192)) == [0, 0, 5]
+
+
 def test_the_frames_of_a_sheet_are_the_first_the_middle_one_and_the_last():
     strip = np.asarray(join_frames(draw_frames(9), gap=0))
     assert strip.shape == (64, 3 * 96, 3)

@@ -82,6 +82,26 @@ def test_of_a_clip_the_grid_shows_the_first_frame_the_middle_one_and_the_last_on
     assert [name for name, _ in itertools.groupby(colors)] == ["red", "lime", "blue"] * 2
 
 
+def test_a_file_that_cannot_be_read_is_named_and_its_cell_stays_empty(tmp_path, caplog):
+    whole = save_preview(tmp_path, "000000", 0, "red", at=100)
+    broken = save_preview(tmp_path, "000010", 0, "lime", at=110)
+    clips = [tmp_path / f"mine_{when}_01_20260102030405_7.webp" for when in ("000000", "000010")]
+    frames = [Image.new("RGB", (64, 32), color) for color in ("blue", "black", "blue")]
+    for clip in clips:
+        clip.write_bytes(encode_webp(frames, 16, 100))
+    broken.write_bytes(whole.read_bytes()[:60])
+    clips[1].write_bytes(clips[1].read_bytes()[:-20])
+    for path, at in ((broken, 110), (clips[0], 101), (clips[1], 111)):
+        os.utime(path, (at, at))
+
+    sheet = Image.open(preview_grid.write_preview_grid(tmp_path, "mine", ["a", "b"], 0, tmp_path / "sheet.png"))
+
+    pixels = {name_color(sheet.getpixel((x, y))) for x in range(200, sheet.width, 5) for y in range(0, sheet.height, 5)}
+    assert {"red", "blue"} <= pixels and "lime" not in pixels
+    texts = [record.getMessage().split(": ")[0] for record in caplog.records]
+    assert texts == [str(broken), str(clips[1])]
+
+
 def name_color(pixel) -> str:
     """Name a color as it is after lossy compression."""
     names = {(255, 0, 0): "red", (0, 255, 0): "lime", (0, 0, 255): "blue", (0, 0, 0): "black"}

@@ -1,6 +1,7 @@
 """The HTML report shows the metrics of a run and is self-contained."""
 
 import base64
+import io
 import json
 import re
 
@@ -10,7 +11,7 @@ from PIL import Image
 from library.dataset.clip_encoding import decode_animation, encode_webp
 from library.report.charts import build_comparison_charts, build_curves, build_group_charts, build_validation_charts
 from library.report.metric_series import MAX_BUCKETS, MetricTable
-from library.report.page import RunSummary, describe_validation, write_report
+from library.report.page import RunSummary, _encode_small_clip, describe_validation, write_report
 
 
 def write_lines(path, lines) -> MetricTable:
@@ -113,6 +114,19 @@ def test_the_report_plays_clips_with_few_small_frames(tmp_path):
     assert len(shown) == 24 and shown[0].size == (192, 96)
     assert len(shown) / fps == pytest.approx(49 / 16, rel=0.01), "as long as the clip"
     assert abs(shown[-1].getpixel((90, 40))[1] - 240) < 6, "to its last frame"
+
+
+def test_the_report_plays_a_clip_that_rests_as_long_as_it_rests(tmp_path):
+    frames = [Image.new("RGB", (64, 32), (0, 40 * number, 0)) for number in [*[0] * 20, 1, 2, 3, 4, 5]]
+    path = tmp_path / "clip.webp"
+    path.write_bytes(encode_webp(frames, 16.0))
+    shown = Image.open(io.BytesIO(_encode_small_clip(path.read_bytes())))
+    durations = []
+    for number in range(shown.n_frames):
+        shown.seek(number)
+        shown.load()
+        durations.append(shown.info["duration"])
+    assert sum(durations) == pytest.approx(25 / 16 * 1000, rel=0.01) and durations[0] > 0.7 * sum(durations)
 
 
 def test_the_report_has_metrics_previews_and_settings_and_no_external_links(tmp_path):

@@ -5,7 +5,7 @@ import multiprocessing
 import re
 import subprocess
 import sys
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 
 import pytest
 import torch
@@ -292,3 +292,7 @@ def test_the_snippet_of_the_page_joins_the_files_of_a_folder(example, monkeypatc
         path.write_text(json.dumps(text))
     exec(compile(code, "snippet", "exec"), {})
     assert json.loads((example / "pixart_alpha.json").read_text()) == files
+    (example / "pixart_alpha.json").unlink()
+    windows = code.replace("path.relative_to(FOLDER)", "PureWindowsPath(path.relative_to(FOLDER))")
+    exec(compile(windows, "snippet", "exec"), {"PureWindowsPath": PureWindowsPath})
+    assert json.loads((example / "pixart_alpha.json").read_text()) == files, "names have slashes on every system"

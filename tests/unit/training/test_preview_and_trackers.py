@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,10 +14,11 @@ from rank_processes import run_on_ranks
 from safetensors.torch import load_file
 from training_runs import max_relative_difference, train, write_images, write_prompts
 
+from library.config.schema_output import PreviewConfig
 from library.dataset.clip_encoding import decode_animation
 from library.dataset.frame_windows import FrameRule
 from library.trackers import Trackers
-from library.training.preview import encode_preview
+from library.training.preview import Preview, encode_preview
 
 METRIC_PREFIXES = {
     "loss/current",
@@ -149,6 +151,22 @@ def test_a_preview_of_one_frame_is_an_image_and_of_more_a_clip_at_the_rate_of_th
     assert clip.keys() == clip_files.keys() == {".mp4", ".webp"}
     assert decode_animation(clip[".webp"])[1] == pytest.approx(24, rel=0.03)
     assert decode_animation(clip_files[".webp"])[1] == 8
+
+
+def test_a_preview_that_is_not_written_to_its_end_leaves_no_file(clip_files, tmp_path, monkeypatch):
+    preview = Preview(PreviewConfig(), [], tmp_path / "sample", "mine")
+    run = SimpleNamespace(plan=SimpleNamespace(get_epoch_ended_at=lambda step: 0), state=SimpleNamespace(step=3))
+
+    def fail(_):
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(os, "fsync", fail)
+        preview._save_files(run, 0, clip_files, 7)
+    assert list(preview.output_dir.iterdir()) == [] == preview.saved_paths
+    preview._save_files(run, 0, clip_files, 7)
+    assert sorted(preview.output_dir.iterdir()) == sorted(preview.saved_paths)
+    assert {path.suffix: path.read_bytes() for path in preview.saved_paths} == clip_files
 
 
 def test_trackers_get_clips_in_the_format_that_they_show(clip_files, tmp_path):
