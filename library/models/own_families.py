@@ -3,7 +3,6 @@
 A registered family passes the same checks, so that the contract test and users see one list of requirements.
 """
 
-import functools
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +21,8 @@ from .model_configs import ConfigReader, ModelError, is_tokenizer
 from .own_sources import find_source_files, resolve_config_paths
 
 GUIDE = "see docs/adding_a_family.md"
+SOURCE_DIGEST = "_source_digest"
+"""The attribute of a class with the hash of its source as of its import."""
 PREDICTION_TYPES = ("epsilon", "v", "flow")
 
 
@@ -38,16 +39,11 @@ def load_own_family(family: str) -> type[Family]:
         raise ConfigError([replace(problem, option="family") for problem in error.problems]) from None
     if texts := list(_find_missing_parts(found)):
         raise ConfigError([Problem("family", f"{family} {text}", GUIDE) for text in texts])
-    _validate_own_family(found, family)
+    if SOURCE_DIGEST not in vars(found):  # the first time
+        if texts := list(find_contradictions(found)):
+            raise ConfigError([Problem("family", f"{family} {text}", GUIDE) for text in texts])
+        compute_source_digest(found)
     return found
-
-
-@functools.cache
-def _validate_own_family(found: type[Family], family: str) -> None:
-    """Raise the contradictions of a class once, and hash its source while that is the one just imported."""
-    if texts := list(find_contradictions(found)):
-        raise ConfigError([Problem("family", f"{family} {text}", GUIDE) for text in texts])
-    compute_source_digest(found)
 
 
 def _find_missing_parts(family: Any) -> Iterator[str]:
@@ -204,17 +200,18 @@ def compute_family_fingerprint(family: str) -> str | None:
     return f"{family} {digest}" if digest else None
 
 
-@functools.cache
 def compute_source_digest(family: type[Family]) -> str:
     """Hash the files outside of this package that a family's class is made from, and its configs, once for a class.
 
     What is edited while the class is in use does not count.  It is empty for a class from here.
     """
-    files = find_source_files(family)
-    digest = hashlib.sha256()
-    for path in (*sorted(files), *sorted(resolve_config_paths(family).values())):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16] if files else ""
+    if SOURCE_DIGEST not in vars(family):
+        files = find_source_files(family)
+        digest = hashlib.sha256()
+        for path in (*sorted(files), *sorted(resolve_config_paths(family).values())):
+            digest.update(path.read_bytes())
+        setattr(family, SOURCE_DIGEST, digest.hexdigest()[:16] if files else "")
+    return str(vars(family)[SOURCE_DIGEST])
 
 
 def identify_class(family: type[Family]) -> tuple[str, ...]:
