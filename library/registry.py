@@ -65,7 +65,7 @@ class Registry(Generic[Entry]):
             is_own = error.name is not None and f"{module_name}.".startswith(f"{error.name}.")
             fix = f"start in the directory that has it (now {directory}), or set PYTHONPATH to that" if is_own else ""
             raise ConfigError([Problem("", f"{self.label} {name!r}: {error}", fix)]) from None
-        except Exception as error:  # whatever the user's code raises
+        except (Exception, SystemExit) as error:  # whatever the user's code raises
             text = f"{self.label} {name!r}: importing {module_name} failed: {describe_exception(error)}"
             raise ConfigError([Problem("", text)]) from None
 
@@ -77,7 +77,7 @@ def describe_exception(error: BaseException) -> str:
         return f"{type(error).__name__}: {text}"
     frame = next(iter(reversed(traceback.extract_tb(error.__traceback__))), None)
     place = f" ({Path(frame.filename).name}:{frame.lineno})" if frame is not None else ""
-    return f"{type(error).__name__}: {text}{place}"
+    return f"{type(error).__name__}{f': {text}' if text else ''}{place}"
 
 
 @contextmanager

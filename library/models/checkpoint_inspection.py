@@ -21,6 +21,7 @@ from .model_configs import (
     list_family_configs,
     load_bundled_config,
 )
+from .own_families import list_own_configs
 
 DENOISER_PREFIX = "model.diffusion_model."
 """Prefix of the denoiser's keys in full checkpoints, and in some files with only the denoiser."""
@@ -109,7 +110,7 @@ def match_bundled_configs(
     ``version`` has values of the denoiser's config, where the user says which of several models with the same weights
     the file is: then a key that only some files of a model have need not be there.
     """
-    names = list_family_configs(family) or [str(path.with_suffix("")) for path in facts.pipeline.configs.values()]
+    names = list_family_configs(family) or [*list_own_configs(family).values()]
     configs = {name: load_bundled_config(name) for name in names}
     denoisers = {name: config.get(f"{facts.denoiser_name}/config.json", {}) for name, config in configs.items()}
     return [

@@ -61,6 +61,7 @@ class PipelineFacts:
     """The configuration files of a family outside of this package, by variant: ``tiny``; empty for the published one.
 
     Each has the form of a file in ``models/configs``; ``random:package.module:Class:tiny`` is such a model.
+    A relative path begins at the folder of the module that has the facts.
     """
 
 

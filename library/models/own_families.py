@@ -4,11 +4,11 @@ A registered family passes the same checks, so that the contract test and users 
 """
 
 import hashlib
-import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 from ..config.schema import ModelConfig
 from ..errors import ConfigError
@@ -18,8 +18,11 @@ from .base import ControlTextFamily, Family, T5Family
 from .facts import FamilyFacts, FamilyMatch
 from .families import FAMILIES, FAMILY_FACTS
 from .model_configs import ConfigReader, ModelError, is_tokenizer
+from .own_sources import find_source_files, resolve_config_paths
 
 GUIDE = "see docs/adding_a_family.md"
+SOURCE_DIGEST = "_source_digest"
+"""The attribute of a class with the hash of its source as of its import."""
 PREDICTION_TYPES = ("epsilon", "v", "flow")
 
 
@@ -34,9 +37,12 @@ def load_own_family(family: str) -> type[Family]:
         found = FAMILIES.get(family)
     except ConfigError as error:
         raise ConfigError([replace(problem, option="family") for problem in error.problems]) from None
-    texts = list(_find_missing_parts(found)) or list(find_contradictions(found))
-    if texts:
+    if texts := list(_find_missing_parts(found)):
         raise ConfigError([Problem("family", f"{family} {text}", GUIDE) for text in texts])
+    if SOURCE_DIGEST not in vars(found):  # the first time
+        if texts := list(find_contradictions(found)):
+            raise ConfigError([Problem("family", f"{family} {text}", GUIDE) for text in texts])
+        compute_source_digest(found)
     return found
 
 
@@ -54,6 +60,9 @@ def _find_missing_parts(family: Any) -> Iterator[str]:
 def find_contradictions(family: type[Family]) -> Iterator[str]:
     """Find facts of a family that contradict each other or its methods."""
     facts = family.facts
+    if texts := list(_find_wrong_types(facts)):
+        yield from texts
+        return
     if not facts.pipeline.denoisers:
         yield "names no component in pipeline.denoisers"
         return
@@ -70,11 +79,44 @@ def find_contradictions(family: type[Family]) -> Iterator[str]:
         yield f"has {_join(names)} in blocks.single_stream_lists and not in blocks.lists"
     if not facts.lora.targets:
         yield "has no lora.targets, so nothing would be trained"
-    if names := {str(path) for path in facts.pipeline.configs.values() if not Path(path).is_file()}:
-        yield f"has {_join(names)} in pipeline.configs, which is no file"
+    for path in resolve_config_paths(family).values():
+        if fault := _describe_config_fault(path):
+            yield f"has {path} in pipeline.configs, {fault}"
     if (facts.pipeline.frames is not None) != (facts.pipeline.kind == "video"):
         yield f"has kind {facts.pipeline.kind!r} and frames {facts.pipeline.frames}; videos alone have a rule of frames"
     yield from _find_class_contradictions(family)
+
+
+def _find_wrong_types(facts: FamilyFacts) -> Iterator[str]:
+    """Find groups of facts that are something else, and facts in them that are no tuple or mapping and should be."""
+    for group in fields(facts):
+        value = getattr(facts, group.name)
+        if isinstance(group.type, type) and not isinstance(value, group.type):
+            yield f"has {group.name} of the type {type(value).__name__} instead of {group.type.__name__}"
+            continue
+        for each in fields(value) if is_dataclass(value) else ():
+            part, kind, name = getattr(value, each.name), get_origin(each.type), f"{group.name}.{each.name}"
+            if kind is tuple and isinstance(part, str):
+                yield f"has the text {part!r} as {name} instead of a tuple; write ({part!r},) with its comma"
+            elif kind in (tuple, Mapping) and not isinstance(part, Sequence if kind is tuple else Mapping):
+                yield f"has {name} of the type {type(part).__name__} instead of a {kind.__name__.lower()}"
+
+
+def _describe_config_fault(path: Any) -> str | None:
+    """Say what is wrong with an entry of ``pipeline.configs``, if anything is."""
+    if not isinstance(path, Path):
+        return f"which is a {type(path).__name__} and no pathlib.Path"
+    if path.suffix != ".json":
+        return "whose name does not end in .json"
+    try:
+        if not path.is_file():
+            return "which is no file"
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return f"which cannot be read: {error}"
+    if not isinstance(data, dict) or not all(isinstance(each, dict) for each in data.values()):
+        return "which does not map the path of each JSON file of a model to its content"
+    return None if "model_index.json" in data else "which has no model_index.json"
 
 
 def _find_class_contradictions(family: type[Family]) -> Iterator[str]:
@@ -86,6 +128,9 @@ def _find_class_contradictions(family: type[Family]) -> Iterator[str]:
         yield "is a ControlTextFamily without control.text_tokens_per_image, or has these and is no ControlTextFamily"
     if facts.text.has_negative_encoding != (family.encode_negative_prompts is not Family.encode_negative_prompts):
         yield "has encode_negative_prompts without text.has_negative_encoding, or the reverse"
+    names = [name for each in family.__mro__ for name in ("generate_frames", "generate_image") if name in vars(each)]
+    if names[0] == "generate_image":
+        yield "overrides generate_image, which previews do not call; override generate_frames"
 
 
 def _join(names: Any) -> str:
@@ -142,7 +187,8 @@ def list_own_configs(family: str) -> Mapping[str, str]:
     """The names under which the configs of a user's family are loaded, by variant."""
     if ":" not in family:
         return {}
-    return {variant: str(path.with_suffix("")) for variant, path in get_family_facts(family).pipeline.configs.items()}
+    paths = resolve_config_paths(load_own_family(family))
+    return {variant: str(path.with_suffix("")) for variant, path in paths.items()}
 
 
 def compute_family_fingerprint(family: str) -> str | None:
@@ -155,21 +201,17 @@ def compute_family_fingerprint(family: str) -> str | None:
 
 
 def compute_source_digest(family: type[Family]) -> str:
-    """Hash the modules outside of this package that a family's class is made from, and its configs.
+    """Hash the files outside of this package that a family's class is made from, and its configs, once for a class.
 
-    Each module counts with the others in its folder, if it is part of a package.  It is empty for a class from here.
+    What is edited while the class is in use does not count.  It is empty for a class from here.
     """
-    package = __name__.partition(".")[0]
-    modules = {each.__module__ for each in family.__mro__} - {"builtins", "abc"}
-    files = set[Path]()
-    for name in modules:
-        file = getattr(sys.modules.get(name), "__file__", None)
-        if file is not None and name.partition(".")[0] != package:
-            files |= {*Path(file).parent.glob("*.py")} if "." in name else {Path(file)}
-    digest = hashlib.sha256()
-    for path in (*sorted(files), *sorted(family.facts.pipeline.configs.values())):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16] if files else ""
+    if SOURCE_DIGEST not in vars(family):
+        files = find_source_files(family)
+        digest = hashlib.sha256()
+        for path in (*sorted(files), *sorted(resolve_config_paths(family).values())):
+            digest.update(path.read_bytes())
+        setattr(family, SOURCE_DIGEST, digest.hexdigest()[:16] if files else "")
+    return str(vars(family)[SOURCE_DIGEST])
 
 
 def identify_class(family: type[Family]) -> tuple[str, ...]:

@@ -18,7 +18,12 @@ from library.config.schema import ModelConfig
 from library.errors import ConfigError, UserError
 from library.models.detect import detect_model
 from library.models.families import CONTROL_FAMILIES, FAMILIES
-from library.models.own_families import compute_family_fingerprint, find_contradictions, identify_class
+from library.models.own_families import (
+    compute_family_fingerprint,
+    find_contradictions,
+    identify_class,
+    load_own_family,
+)
 from library.tools.family_check.cases import CheckFailedError
 from library.tools.family_check.checks import CHECKS
 from library.tools.family_check.own_case import build_own_case, detect_check_model
@@ -86,12 +91,18 @@ def test_what_is_wrong_with_the_name_of_a_family_is_said_in_one_line(example):
 FAULTS = {
     "import nothing_of_this_name": "importing own failed|No module named 'nothing_of_this_name'",
     "raise RuntimeError('out of order')": r"importing own failed: RuntimeError: out of order \(own.py:\d+\)",
+    "import sys\nsys.exit()": r"importing own failed: SystemExit \(own.py:\d+\)",
     "def broken(: pass": "importing own failed: SyntaxError: .*own.py, line",
     "facts = replace(FACTS, lora=replace(FACTS.lora, targets=()))": "no lora.targets",
     "facts = replace(FACTS, text=replace(FACTS.text, tokenizer_repo_ids={}))": "has tokenizer in only one of",
     "facts = replace(FACTS, text=replace(FACTS.text, has_negative_encoding=True))": "encode_negative_prompts",
     "facts = replace(FACTS, pipeline=replace(FACTS.pipeline, kind='video'))": "kind 'video' and frames None",
     "facts = replace(FACTS, pipeline=replace(FACTS.pipeline, configs={'tiny': Path('a.json')}))": "a.json in pipeline",
+    "facts = replace(FACTS, text=None)": "has text of the type NoneType instead of TextFacts",
+    "facts = replace(FACTS, lora=replace(FACTS.lora, targets='to_q'))": r"the text 'to_q' as lora.targets .*\('to_q',\)",
+    "facts = replace(FACTS, lora=replace(FACTS.lora, targets=None))": "has lora.targets of the type NoneType .* tuple",
+    "facts = replace(FACTS, pipeline=replace(FACTS.pipeline, configs=None))": "pipeline.configs of the type NoneType",
+    "def generate_image(self, *args, **kwargs):\n    return None": "do not call; override generate_frames",
     "facts = replace(FACTS, detection=DetectionFacts(lambda read: {}['a']))": r"its match_configs fails: KeyError: 'a'",
     "facts = replace(FACTS, detection=DetectionFacts(lambda read: True))": "returns a bool; return a FamilyMatch",
     "facts = replace(FACTS, detection=DetectionFacts(lambda read: FamilyMatch('', 16, 'eps')))": "prediction type 'eps'",
@@ -104,6 +115,33 @@ def test_a_fault_in_a_family_is_named_before_a_model_is_loaded(code, example):
     write_own(example, code)
     problem = read_problem("own:Own", "random:own:Own:tiny")
     assert re.search(FAULTS[code], problem) and "\n" not in problem
+
+
+CONFIG_FAULTS = {
+    ("'tiny.json'", "{}"): "has tiny.json in pipeline.configs, which is a str and no pathlib.Path",
+    ("Path('tiny.txt')", "{}"): "tiny.txt in pipeline.configs, whose name does not end in .json",
+    ("Path('tiny.json')", "{'a'"): "tiny.json in pipeline.configs, which cannot be read: Expecting property name",
+    ("Path('tiny.json')", "[]"): "tiny.json in pipeline.configs, which does not map",
+    ("Path('tiny.json')", '{"model_index.json": 1}'): "tiny.json in pipeline.configs, which does not map",
+    ("Path('tiny.json')", "{}"): "tiny.json in pipeline.configs, which has no model_index.json",
+}
+
+
+@pytest.mark.parametrize(("path", "content"), CONFIG_FAULTS)
+def test_a_faulty_configuration_of_a_family_is_named(path, content, example):
+    for name in ("tiny.json", "tiny.txt"):
+        (example / name).write_text(content, "utf-8")
+    write_own(example, f"facts = replace(FACTS, pipeline=replace(FACTS.pipeline, configs={{'tiny': {path}}}))")
+    problem = read_problem("own:Own", "random:own:Own:tiny")
+    assert CONFIG_FAULTS[path, content] in problem and "\n" not in problem
+
+
+def test_a_relative_path_of_a_configuration_begins_at_the_module(example, tmp_path, monkeypatch):
+    code = "facts = replace(FACTS, pipeline=replace(FACTS.pipeline, configs={'tiny': Path('pixart_alpha_tiny.json')}))"
+    write_own(example, code)
+    monkeypatch.syspath_prepend(example)
+    monkeypatch.chdir(tmp_path)
+    assert detect_model(ModelConfig("random:own:Own:tiny")).bundled_config == str(example / "pixart_alpha_tiny")
 
 
 def test_all_contradictions_are_named_together(example):
@@ -147,17 +185,67 @@ def test_a_single_file_has_the_sizes_of_a_configuration(example, tmp_path):
     assert "but of unknown sizes" in read_problem("own:Own", str(tmp_path / "other.safetensors"))
 
 
+def identify_anew(family=FAMILY):
+    """Import a family as another run does, and return what its caches are known by."""
+    with forget_modules(*{MODULE, family.partition(":")[0]}):
+        return identify_class(FAMILIES.get(family))
+
+
+def append_line(path, line="# Changed.\n"):
+    with path.open("a", encoding="utf-8") as file:
+        file.write(line)
+
+
 def test_caches_belong_to_the_source_of_the_family(example):
-    before = identify_class(FAMILIES.get(FAMILY))
-    with (example / "pixart_alpha.py").open("a") as file:
-        file.write("# Changed.\n")
-    assert identify_class(FAMILIES.get(FAMILY)) != before
-    with (example / "pixart_alpha_tiny.json").open("a") as file:
-        file.write(" ")
-    assert len({before, identify_class(FAMILIES.get(FAMILY))}) == 2
+    before = identify_anew()
+    append_line(example / "pixart_alpha.py")
+    changed = identify_anew()
+    append_line(example / "pixart_alpha_tiny.json", " ")
+    assert len({before, changed, identify_anew()}) == 3
     assert identify_class(FAMILIES.get("sd1")) == ("StableDiffusion1",)
     assert compute_family_fingerprint(CONTROL_FAMILIES["flux"]["omini"]) is None  # as in checkpoints of before
     assert compute_family_fingerprint(FAMILY).startswith(f"{FAMILY} ")
+
+
+def test_the_source_of_a_family_is_the_one_that_was_imported(example):
+    family = load_own_family(FAMILY)
+    append_line(example / "pixart_alpha.py")
+    used = identify_class(family)
+    assert used == identify_class(load_own_family(FAMILY)) != identify_anew()
+
+
+def test_the_source_of_a_family_has_the_modules_that_it_imports(example):
+    code = "def encode_prompts(self, pipe, prompts):\n    import json, texts.words\n    from helper import encode\n"
+    write_own(example, f"{code}    return encode(pipe, prompts)")
+    (example / "texts" / "inner").mkdir(parents=True)
+    names = ("helper.py", "further.py", "texts/__init__.py", "texts/words.py", "texts/inner/__init__.py")
+    for name in (*names, "unused.py"):
+        (example / name).write_text("import further, own\n", "utf-8")
+    digests = [identify_anew("own:Own")]
+    for name in names:
+        append_line(example / name)
+        digests.append(identify_anew("own:Own"))
+    assert len({*digests}) == 1 + len(names)
+    append_line(example / "unused.py")
+    (example / ".#own.py").symlink_to("nowhere")
+    (example / "texts" / ".#words.py").symlink_to("nowhere")
+    assert identify_anew("own:Own") == digests[-1]
+
+
+def test_the_source_of_a_family_in_a_package_is_the_package(example):
+    folder = example / "own_package" / "families"
+    folder.mkdir(parents=True)
+    files = [folder.parent / "__init__.py", folder / "__init__.py", folder / "own.py", folder.parent / "texts.py"]
+    for path in files:
+        path.write_text("from pixart_alpha import *\n", "utf-8")
+    names = ("own_package", "own_package.families", "own_package.families.own")
+    digests = set()
+    for path in (*files, example / "pixart_alpha.py"):
+        append_line(path)
+        with forget_modules(MODULE, *names):
+            append_line(files[2], "class Own(PixArtAlpha):\n    pass\n" if not digests else "")
+            digests.add(identify_class(FAMILIES.get("own_package.families.own:Own")))
+    assert len(digests) == len(files) + 1
 
 
 def test_no_family_of_this_program_contradicts_itself():
