@@ -103,7 +103,7 @@ def test_without_a_model_sizes_that_published_models_reject_are_named(dataset, t
     need = "is not a multiple of what these models need:"
     check = "give --pretrained_model_name_or_path to check yours"
     unets = "Stable Diffusion 1 (64), Stable Diffusion 2 (64), Stable Diffusion XL (32)"
-    unets += ", Qwen-Image 2.1 (32), Sana (32), Kolors (32), HunyuanImage 2.1 (32)"
+    unets += ", Qwen-Image 2.1 (32), Sana (32), Kolors (32), HunyuanImage 2.1 (32), Wan 2.2 TI2V (32), LTX-Video (32)"
     assert (
         run_plan_as_json(*dataset)["notes"][0]
         == f"{tmp_path}/set.toml:4: bucket_reso_steps: 16 {need} {unets}; {check}"
