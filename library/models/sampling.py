@@ -33,7 +33,8 @@ def use_eval_mode(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _seed_global_generators(seed: int, device: torch.device) -> Iterator[None]:
     """Seed torch's global generators, and restore them: the decoder of LTX-Video 0.9.1 draws noise from them."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    has_states = hasattr(torch.get_device_module(device), "get_rng_state_all")  # one for each device
+    with torch.random.fork_rng([device] if has_states else []):
         torch.manual_seed(seed)
         yield
 
