@@ -198,29 +198,11 @@ class HunyuanImage(Family):
         return [prompt for prompt in prompts if prompt in found or _count_glyph_tokens(prompt) > MAX_GLYPH_TOKENS]
 
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
-        from ..text_encoding import pad_text_embeds
-
-        embeds, mask = pad_text_embeds(batch.cond["embeds"], batch.text_pad_multiple)
-        glyphs, glyph_mask = pad_glyphs(batch.cond["glyphs"], MAX_GLYPH_TOKENS if batch.text_pad_multiple > 1 else 1)
-        predicted: Tensor = denoiser(
-            hidden_states=noisy_latents,
-            timestep=timesteps,
-            encoder_hidden_states=embeds,
-            encoder_attention_mask=mask,
-            encoder_hidden_states_2=glyphs,
-            encoder_attention_mask_2=glyph_mask,
-            return_dict=False,
-        )[0]
-        return predicted
+        return call_with_glyphs(denoiser, noisy_latents, timesteps, batch, MAX_GLYPH_TOKENS)
 
     def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
-        from ..text_encoding import pad_text_embeds
-
-        kwargs: dict[str, Any] = {"guidance_scale": self.facts.sampling.get_guidance_scale(prompt.cfg_scale)}
-        for start, texts in (("", cond), ("negative_", negative_cond)):
-            kwargs[f"{start}prompt_embeds"], kwargs[f"{start}prompt_embeds_mask"] = pad_text_embeds(texts["embeds"])
-            kwargs[f"{start}prompt_embeds_2"], kwargs[f"{start}prompt_embeds_mask_2"] = pad_glyphs(texts["glyphs"])
-        return kwargs
+        scale = self.facts.sampling.get_guidance_scale(prompt.cfg_scale)
+        return {"guidance_scale": scale, **build_glyph_kwargs(cond, negative_cond)}
 
 
 def _find_glyph_text(prompt: str) -> str | None:
@@ -251,6 +233,37 @@ def _encode_glyphs(pipe: Any, prompt: str) -> Tensor:
         pipe.tokenizer_2, encoder, text, encoder.device, tokenizer_max_length=MAX_GLYPH_TOKENS
     )
     return text_encoding.drop_padding(embeds, mask)[0]
+
+
+def call_with_glyphs(
+    denoiser: nn.Module, latents: Tensor, timesteps: Tensor, batch: Batch, max_glyph_tokens: int
+) -> Tensor:
+    """Call the denoiser of HunyuanImage or HunyuanVideo 1.5 with a batch's texts and what is in quotes in them."""
+    from ..text_encoding import pad_text_embeds
+
+    embeds, mask = pad_text_embeds(batch.cond["embeds"], batch.text_pad_multiple)
+    glyphs, glyph_mask = pad_glyphs(batch.cond["glyphs"], max_glyph_tokens if batch.text_pad_multiple > 1 else 1)
+    predicted: Tensor = denoiser(
+        hidden_states=latents,
+        timestep=timesteps,
+        encoder_hidden_states=embeds,
+        encoder_attention_mask=mask,
+        encoder_hidden_states_2=glyphs,
+        encoder_attention_mask_2=glyph_mask,
+        return_dict=False,
+    )[0]
+    return predicted
+
+
+def build_glyph_kwargs(cond: Cond, negative_cond: Cond) -> dict[str, Tensor]:
+    """Build the arguments of their pipelines for the texts of a preview."""
+    from ..text_encoding import pad_text_embeds
+
+    kwargs = dict[str, Any]()
+    for start, texts in (("", cond), ("negative_", negative_cond)):
+        kwargs[f"{start}prompt_embeds"], kwargs[f"{start}prompt_embeds_mask"] = pad_text_embeds(texts["embeds"])
+        kwargs[f"{start}prompt_embeds_2"], kwargs[f"{start}prompt_embeds_mask_2"] = pad_glyphs(texts["glyphs"])
+    return kwargs
 
 
 def pad_glyphs(glyphs: Tensor | Sequence[Tensor], multiple: int = 1) -> tuple[Tensor, Tensor]:

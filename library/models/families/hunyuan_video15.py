@@ -26,7 +26,7 @@ from ..facts import (
 from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import MASKED_ATTENTION_MODES, match_flow_model
 from ..training_noise import NoiseLevels, TrainingNoiseFacts
-from .hunyuan_image import BOTH_TEXTS, build_guided_pipeline_class, pad_glyphs
+from .hunyuan_image import BOTH_TEXTS, build_glyph_kwargs, build_guided_pipeline_class, call_with_glyphs
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -212,31 +212,13 @@ class HunyuanVideo15(Family):
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         from torch.nn.functional import pad
 
-        from ..text_encoding import pad_text_embeds
-
-        embeds, mask = pad_text_embeds(batch.cond["embeds"], batch.text_pad_multiple)
-        glyphs, glyph_mask = pad_glyphs(batch.cond["glyphs"], MAX_GLYPH_TOKENS if batch.text_pad_multiple > 1 else 1)
         # Without a first frame, its latents and the mask of frames that are given are zeros.
-        predicted: Tensor = denoiser(
-            hidden_states=pad(noisy_latents, (0, 0) * 3 + (0, noisy_latents.shape[1] + 1)),
-            timestep=timesteps,
-            encoder_hidden_states=embeds,
-            encoder_attention_mask=mask,
-            encoder_hidden_states_2=glyphs,
-            encoder_attention_mask_2=glyph_mask,
-            return_dict=False,
-        )[0]
-        return predicted
+        padded = pad(noisy_latents, (0, 0) * 3 + (0, noisy_latents.shape[1] + 1))
+        return call_with_glyphs(denoiser, padded, timesteps, batch, MAX_GLYPH_TOKENS)
 
     def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
-        from ..text_encoding import pad_text_embeds
-
         scale = self.facts.sampling.get_guidance_scale(prompt.cfg_scale)
-        kwargs: dict[str, Any] = {"guidance_scale": scale}
-        for start, texts in (("", cond), ("negative_", negative_cond)):
-            kwargs[f"{start}prompt_embeds"], kwargs[f"{start}prompt_embeds_mask"] = pad_text_embeds(texts["embeds"])
-            kwargs[f"{start}prompt_embeds_2"], kwargs[f"{start}prompt_embeds_mask_2"] = pad_glyphs(texts["glyphs"])
-        return kwargs
+        return {"guidance_scale": scale, **build_glyph_kwargs(cond, negative_cond)}
 
 
 def _format_chats(pipe: Any, prompts: Sequence[str]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...config.network_args import GENERAL_NETWORK
 from ...dataset.frame_windows import FrameRule
@@ -15,11 +15,6 @@ from ..shared_facts import match_flow_model
 from ..training_noise import WEIGHTED, TrainingNoiseFacts
 from .wan import FACTS as WAN_FACTS
 from .wan import Wan
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from ...dataloader.batch import Batch
 
 
 def _match_wan22_ti2v(read: ConfigReader) -> FamilyMatch | None:
@@ -61,14 +56,12 @@ FACTS = replace(
 
 
 class WanTI2V(Wan):
+    """The denoiser is given the timestep of each sample, where the pipeline gives each token the same one.
+
+    Tokens have times of their own only where a first frame is given; one per sample takes gigabytes less.
+    """
+
     facts = FACTS
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         return BaseModelInfo("wan22_ti2v", "wan2.2-ti2v-5b")
-
-    def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
-        """Run the denoiser with the timestep of each sample, where the pipeline gives each token the same one.
-
-        Tokens have times of their own only where a first frame is given; one per sample takes gigabytes less.
-        """
-        return super().predict(pipe, denoiser, noisy_latents, timesteps, batch)
