@@ -3,7 +3,7 @@
 # make demo-control  train control by a condition image on it
 # make web        the page in the browser
 # make test       linter, types and the quick tests: before every commit
-# make test-slow  the other tests
+# make test-slow  the other tests, and the types of code for Windows and macOS
 # make test-pairs today's slice of the runs in which every pair of settings is
 # make test-programs  those of benchmarks/
 # make test-all   all of them
@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 # Some containers set it; without cached bytecode each of the many processes of the tests compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo demo-control web test lint test-quick test-slow test-pairs test-programs test-all clean
+.PHONY: install demo demo-control web test lint lint-platforms test-quick test-slow test-pairs test-programs test-all clean
 
 install: $(VENV)/installed
 
@@ -57,10 +57,13 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+lint-platforms: install
+	@for platform in win32 darwin; do $(BIN)/mypy --platform $$platform --cache-dir .mypy_cache/$$platform || exit 1; done
+
 test-quick: install
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-test-slow: install
+test-slow: install lint-platforms
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "slow and not programs and not pairs"
 
 test-pairs: install

@@ -1,10 +1,11 @@
 """Memory on the device: each memory-saving option against the estimate, and models within small cards as advised."""
 
-import os
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
+import psutil
 import torch
 
 from library.distributed.device_memory import has_device_memory
@@ -30,6 +31,11 @@ CONTEXT_GB = 0.6
 """Of the card, for CUDA's context, which the limit does not count."""
 
 
+def lower_priority() -> None:
+    """Leave the processors to all other processes."""
+    psutil.Process().nice(psutil.IDLE_PRIORITY_CLASS if sys.platform == "win32" else 19)
+
+
 def measure_switches(context: SectionContext) -> Iterator[Measurement]:
     """Measure peak and step time of each option, while other processes estimate the peaks."""
     turn = context.choose(3, 1)
@@ -41,7 +47,7 @@ def measure_switches(context: SectionContext) -> Iterator[Measurement]:
     seconds: dict[str, float] = {}
     # Estimating is left to idle processors, or it slows down what is measured; the baseline is measured again last.
     workers = context.choose(4, 1)
-    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=os.nice, initargs=(19,)) as pool:
+    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=lower_priority) as pool:
         options = context.training_options
         estimates = {name: pool.submit(estimate_peak, [*options, *switch]) for name, switch in switches.items()}
         for name, switch in {**switches, AGAIN: switches["baseline"]}.items():
