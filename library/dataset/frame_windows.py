@@ -25,6 +25,8 @@ class FrameRule:
     """A clip has a multiple of this plus one frames, so that its autoencoder makes whole latent frames."""
     fps: float = 16.0
     """The frames per second of the model's clips: 16 for Wan, 24 for HunyuanVideo, 30 for FramePack."""
+    latent_frames_per_stride: int = 1
+    """The latent frames for the first frame and for each stride: 2 where patches have two, and the first is doubled."""
 
     def round_down(self, length: int) -> int:
         """Round a number of frames down to one that the model takes."""
@@ -32,7 +34,7 @@ class FrameRule:
 
     def count_latent_frames(self, length: int) -> int:
         """Count the latent frames of a clip of this length."""
-        return (length - 1) // self.stride + 1
+        return ((length - 1) // self.stride + 1) * self.latent_frames_per_stride
 
 
 @dataclass(frozen=True)

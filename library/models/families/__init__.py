@@ -52,6 +52,12 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "skyreels_v2": ".skyreels_v2:SkyReelsV2",
         "hunyuan_video15": ".hunyuan_video15:HunyuanVideo15",
         "ltx_video": ".ltx_video:LTXVideo",
+        "hunyuan_video": ".hunyuan_video:HunyuanVideo",
+        "cogvideox": ".cogvideox:CogVideoX",
+        "cogvideox15": ".cogvideox15:CogVideoX15",
+        "mochi": ".mochi:Mochi",
+        "kandinsky5_video": ".kandinsky5_video:Kandinsky5Video",
+        "sana_video": ".sana_video:SanaVideo",
     },
 )
 

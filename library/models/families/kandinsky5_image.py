@@ -41,12 +41,13 @@ def _match_kandinsky5_image(read: ConfigReader) -> FamilyMatch:
     config = read_required(read, "transformer/config.json")
     if config.get("visual_cond"):
         raise ModelError("its transformer has a picture or video as a condition; use Kandinsky 5 T2I")
-    read_like_others = _rename_channels(read, config)
+    read_like_others = rename_channels(read, config)
     match = match_flow_model(read_like_others, 1, f"the transformer has {config.get('num_visual_blocks')} blocks")
     return replace(match, max_side=MAX_SIDE_POSITIONS * match.size_multiple)
 
 
-def _rename_channels(read: ConfigReader, config: dict[str, Any]) -> ConfigReader:
+def rename_channels(read: ConfigReader, config: dict[str, Any]) -> ConfigReader:
+    """Give the channels of the transformer's input the name that they have in other models."""
     renamed = {**config, "in_channels": config.get("in_visual_dim")}
     return lambda name: renamed if name == "transformer/config.json" else read(name)
 
@@ -182,24 +183,34 @@ class Kandinsky5Image(Family):
         return self.decode_latents(pipe, latents.squeeze(1).permute(0, 3, 1, 2))
 
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
+        states = noisy_latents.permute(0, 2, 3, 1).unsqueeze(1)
+        return self.call_denoiser(denoiser, states, timesteps, batch).squeeze(1).permute(0, 3, 1, 2)
+
+    def call_denoiser(
+        self, denoiser: nn.Module, states: Tensor, timesteps: Tensor, batch: Batch, **options: Any
+    ) -> Tensor:
+        """Call the denoiser with latents (B, frames, height, width, C) and the texts of a batch."""
         import torch
 
         from ..text_encoding import pad_text_embeds
 
         embeds, mask = pad_text_embeds(batch.cond["embeds"], batch.text_pad_multiple)
         is_unpadded = all(len(row) == embeds.shape[1] for row in batch.cond["embeds"])
-        sides = (1, *(side // 2 for side in noisy_latents.shape[2:]))
+        frames, *sides = states.shape[1:-1]
         predicted: Tensor = denoiser(
-            hidden_states=noisy_latents.permute(0, 2, 3, 1).unsqueeze(1),
+            hidden_states=states,
             encoder_hidden_states=embeds,
             pooled_projections=batch.cond["pooled"],
             timestep=timesteps,
-            visual_rope_pos=[torch.arange(side, device=noisy_latents.device) for side in sides],
-            text_rope_pos=torch.arange(embeds.shape[1], device=noisy_latents.device),
+            visual_rope_pos=[
+                torch.arange(length, device=states.device) for length in (frames, *(side // 2 for side in sides))
+            ],
+            text_rope_pos=torch.arange(embeds.shape[1], device=states.device),
             return_dict=False,
+            **options,
             **({} if is_unpadded else {"text_mask": mask.bool()[:, None, None]}),
         )
-        return predicted.squeeze(1).permute(0, 3, 1, 2)
+        return predicted
 
     def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
         import torch

@@ -1,0 +1,101 @@
+"""Kandinsky 5 video: the transformer of Kandinsky 5 image over latents of HunyuanVideo's VAE; flow matching."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ...dataset.frame_windows import FrameRule
+from ...diffusion.timestep_shift import FixedShift
+from ..base import BaseModelInfo, Family
+from ..facts import DetectionFacts, FamilyMatch, PipelineFacts, SamplingFacts, SingleFileFacts
+from ..model_configs import ConfigReader, ModelError, read_required
+from ..shared_facts import match_flow_model
+from ..training_noise import NoiseLevels, TrainingNoiseFacts
+from .kandinsky5_image import FACTS as IMAGE_FACTS
+from .kandinsky5_image import MAX_SIDE_POSITIONS, Kandinsky5Image, rename_channels
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ...dataloader.batch import Batch, Moments
+
+
+def _match_kandinsky5_video(read: ConfigReader) -> FamilyMatch:
+    config = read_required(read, "transformer/config.json")
+    if config.get("attention_type", "regular") != "regular":
+        raise ModelError("its attention is sparse (nabla), which cannot be trained yet; use a model of 5 s clips (SD)")
+    if not config.get("visual_cond"):
+        raise ModelError("its transformer has no input for a first frame; it is no published Kandinsky 5 video")
+    reason = f"the transformer has {config.get('num_visual_blocks')} blocks"
+    match = match_flow_model(rename_channels(read, config), 1, reason)
+    return replace(match, max_side=MAX_SIDE_POSITIONS * match.size_multiple)
+
+
+FACTS = replace(
+    IMAGE_FACTS,
+    title="Kandinsky 5 video",
+    pipeline=PipelineFacts(
+        class_name="Kandinsky5T2VPipeline",
+        kind="video",
+        num_parameters=19_000_000_000,
+        hub_id="kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers",
+        frames=FrameRule(stride=4, fps=24.0),
+    ),
+    detection=DetectionFacts(match_configs=_match_kandinsky5_video),
+    single_files=SingleFileFacts(),
+    lora=replace(
+        IMAGE_FACTS.lora,
+        # Every linear layer of the blocks but those of modulation.
+        targets=tuple(
+            f"*_transformer_blocks.*.{layer}"
+            for layer in (
+                *(
+                    f"{attention}.{name}"
+                    for attention in ("self_attention", "cross_attention")
+                    for name in ("to_query", "to_key", "to_value", "out_layer")
+                ),
+                *("feed_forward.in_layer", "feed_forward.out_layer"),
+            )
+        ),
+        targets_of="musubi-tuner",
+        modelspec_architecture="kandinsky-5-video",
+        modelspec_implementation="https://github.com/kandinskylab/kandinsky-5",
+    ),
+    training_noise=TrainingNoiseFacts(
+        shift=FixedShift(5.0),
+        reason="as musubi-tuner's guide recommends",
+        other_trainers={"musubi-tuner": NoiseLevels("shift", 5.0, origin="its guide")},
+    ),
+    sampling=SamplingFacts(num_inference_steps=50, guidance_scale=5.0, image_size=(768, 512)),
+    notes="Lite and Pro, 5 s text to video (SD); diffusers folders",
+)
+
+
+class Kandinsky5Video(Kandinsky5Image):
+    """The text is encoded as that of Kandinsky 5 image, by its own pipeline."""
+
+    facts = FACTS
+
+    def get_pipeline_class(self) -> Any:
+        return Family.get_pipeline_class(self)
+
+    def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
+        return BaseModelInfo("kandinsky5_video", "kandinsky-5-video")
+
+    def encode_moments(self, pipe: Any, pixels: Tensor) -> Moments:
+        return super().encode_moments(pipe, pixels if pixels.ndim == 5 else pixels.unsqueeze(2))
+
+    def decode_sampled_latents(self, pipe: Any, latents: Tensor, height: int, width: int) -> Tensor:
+        return self.decode_latents(pipe, latents.permute(0, 4, 1, 2, 3))
+
+    def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
+        from torch.nn.functional import pad
+
+        # Without a first frame, its latents and the mask of frames that are given are zeros.
+        states = pad(noisy_latents.permute(0, 2, 3, 4, 1), (0, noisy_latents.shape[1] + 1))
+        height, width = (side * pipe.vae_scale_factor_spatial for side in noisy_latents.shape[3:])
+        predicted = self.call_denoiser(
+            denoiser, states, timesteps, batch, scale_factor=pipe._get_scale_factor(height, width)
+        )
+        return predicted.permute(0, 4, 1, 2, 3)
