@@ -25,8 +25,10 @@ class FrameRule:
     """A clip has a multiple of this plus one frames, so that its autoencoder makes whole latent frames."""
     fps: float = 16.0
     """The frames per second of the model's clips: 16 for Wan, 24 for HunyuanVideo, 30 for FramePack."""
-    latent_frames_per_stride: int = 1
-    """The latent frames for the first frame and for each stride: 2 where patches have two, and the first is doubled."""
+    frames_per_latent: int = 0
+    """The frames of one latent frame, where clips have a multiple of several; 0: ``stride``."""
+    repeated_latents: int = 0
+    """Copies of the first latent frame before it, which make the clip whole patches of several latent frames."""
 
     def round_down(self, length: int) -> int:
         """Round a number of frames down to one that the model takes."""
@@ -34,7 +36,7 @@ class FrameRule:
 
     def count_latent_frames(self, length: int) -> int:
         """Count the latent frames of a clip of this length."""
-        return ((length - 1) // self.stride + 1) * self.latent_frames_per_stride
+        return (length - 1) // (self.frames_per_latent or self.stride) + 1 + self.repeated_latents
 
 
 @dataclass(frozen=True)

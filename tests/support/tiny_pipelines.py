@@ -14,6 +14,7 @@ import diffusers
 import pytest
 import tiny_sd1
 import torch
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.modular_pipelines.anima.encoders import encode_vae_image
 from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
@@ -883,6 +884,152 @@ def kandinsky5_image() -> TinyCase:
     )
 
 
+def hunyuan_video() -> TinyCase:
+    texts, pooled, latents = _draw_tensors((13, 24), (16,), (4, 1, HEIGHT // 8, WIDTH // 8))
+    mask, one_frame = torch.tensor([[1] * 13, [1] * 7 + [0] * 6]), {"num_frames": 1}
+    options = {"guidance_scale": 1.0, **one_frame}
+
+    def scale(pipe: Any, latents: Tensor) -> Tensor:
+        return latents * pipe.vae.config.scaling_factor
+
+    return TinyCase(
+        "hunyuan_video",
+        _load("random:hunyuan_video:tiny"),
+        build_batch(latents, {"embeds": [texts[0], texts[1, :7]], "pooled": pooled}),
+        {"prompt_embeds": texts, "prompt_attention_mask": mask, "pooled_prompt_embeds": pooled, **options},
+        options,
+        _build_frame_encoder(scale),
+        "random:hunyuan_video:tiny",
+        encode_clips=_build_clip_encoder(scale),
+        texts=one_frame,
+        scale="true_cfg_scale",
+        simplify_call=drop_padding,
+        blocks=("HunyuanVideoTransformerBlock", "HunyuanVideoSingleTransformerBlock"),
+        untrained=r"norm1|norm\.linear",
+    )
+
+
+def _build_cogvideox_case(family: str, source: str, repeat_first: Callable[[Tensor], Tensor], frames: int) -> TinyCase:
+    embeds, latents = _draw_tensors((226, 48), (4, frames, HEIGHT // 8, WIDTH // 8))
+    one_frame = {"num_frames": 1}
+
+    def encode(pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+        drawn = []
+        for pixel, generator in zip(pixels.unsqueeze(2).split(1), generators, strict=True):
+            moments = pipe.vae.encode(pixel).latent_dist.parameters
+            drawn.append(DiagonalGaussianDistribution(repeat_first(moments)).sample(generator))
+        return torch.cat(drawn) * pipe.vae.config.scaling_factor
+
+    def encode_clips(pipe: Any, clips: Tensor) -> Tensor:
+        return repeat_first(pipe.vae.encode(clips).latent_dist.mode()) * pipe.vae.config.scaling_factor
+
+    return TinyCase(
+        family,
+        _load(source),
+        build_batch(latents, {"embeds": embeds}),
+        {"prompt_embeds": embeds, **one_frame},
+        one_frame,
+        encode,
+        source,
+        lambda latents: latents.transpose(1, 2),
+        lambda latents: latents.transpose(1, 2),
+        encode_clips=encode_clips,
+        texts=one_frame,
+        blocks=("Attention",),
+    )
+
+
+def cogvideox() -> TinyCase:
+    return _build_cogvideox_case("cogvideox", "random:cogvideox:tiny", lambda latents: latents, 1)
+
+
+def cogvideox_2b() -> TinyCase:
+    return _build_cogvideox_case("cogvideox", "random:cogvideox:2b:tiny", lambda latents: latents, 1)
+
+
+def cogvideox15() -> TinyCase:
+    def repeat_first(latents: Tensor) -> Tensor:
+        return torch.cat([latents[:, :, :1], latents], dim=2)
+
+    return _build_cogvideox_case("cogvideox15", "random:cogvideox15:tiny", repeat_first, 2)
+
+
+def mochi() -> TinyCase:
+    texts, latents = _draw_tensors((13, 48), (12, 1, HEIGHT // 8, WIDTH // 8))
+    mask, one_frame = torch.tensor([[1] * 13, [1] * 7 + [0] * 6]), {"num_frames": 1}
+
+    def normalize(pipe: Any, latents: Tensor) -> Tensor:
+        config = pipe.vae.config
+        mean, std = (torch.tensor(each).view(1, -1, 1, 1, 1) for each in (config.latents_mean, config.latents_std))
+        return (latents - mean) / std
+
+    return TinyCase(
+        "mochi",
+        _load("random:mochi:tiny"),
+        build_batch(latents, {"embeds": [texts[0], texts[1, :7]]}),
+        {"prompt_embeds": texts, "prompt_attention_mask": mask.bool(), **one_frame},
+        one_frame,
+        _build_frame_encoder(normalize),
+        "random:mochi:tiny",
+        pack_prediction=lambda latents: -latents,
+        convert_timesteps=lambda timesteps: 1000 - timesteps,
+        encode_clips=_build_clip_encoder(normalize),
+        texts=one_frame,
+        simplify_call=drop_padding,
+        blocks=("MochiAttention",),
+    )
+
+
+def kandinsky5_video() -> TinyCase:
+    embeds, pooled, latents = _draw_tensors((9, 32), (16,), (4, 1, HEIGHT // 8, WIDTH // 8))
+    one_frame = {"num_frames": 1}
+
+    def scale(pipe: Any, latents: Tensor) -> Tensor:
+        return latents * pipe.vae.config.scaling_factor
+
+    def pack(latents: Tensor) -> Tensor:
+        """Add the latents of a first frame, and a mask of frames that are given, which are zeros."""
+        frames = latents.permute(0, 2, 3, 4, 1)
+        return torch.cat([frames, torch.zeros_like(frames), torch.zeros_like(frames[..., :1])], dim=-1)
+
+    return TinyCase(
+        "kandinsky5_video",
+        _load("random:kandinsky5_video:tiny"),
+        build_batch(latents, {"embeds": list(embeds), "pooled": pooled}),
+        {
+            "prompt_embeds_qwen": embeds,
+            "prompt_embeds_clip": pooled,
+            "prompt_cu_seqlens": torch.tensor([0, 9, 18]),
+            **one_frame,
+        },
+        one_frame,
+        _build_frame_encoder(scale),
+        "random:kandinsky5_video:tiny",
+        pack,
+        lambda latents: latents.permute(0, 4, 1, 2, 3),
+        pack_prediction=lambda latents: latents.permute(0, 2, 3, 4, 1),
+        encode_clips=_build_clip_encoder(scale),
+        texts=one_frame,
+        encodes_prompts_alone=True,
+        blocks=("Kandinsky5Attention", "Kandinsky5FeedForward"),
+    )
+
+
+def sana_video() -> TinyCase:
+    tiny, (texts,) = wan("sana_video"), _draw_tensors((13, 24))
+    mask, one_frame = torch.tensor([[1] * 13, [1] * 7 + [0] * 6]), {"num_frames": 1}
+    options = {**one_frame, "use_resolution_binning": False}
+    return replace(
+        tiny,
+        batch=build_batch(tiny.batch.latents, {"embeds": [texts[0], texts[1, :7]]}),
+        call={"prompt_embeds": texts, "prompt_attention_mask": mask, **options},
+        sizes=options,
+        texts=options,
+        simplify_call=drop_padding,
+        blocks=("Attention",),
+    )
+
+
 TINY: dict[str, Callable[[], TinyCase]] = {
     "built_in": built_in,
     "sd1": sd1,
@@ -923,6 +1070,13 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "skyreels_v2": skyreels_v2,
     "hunyuan_video15": hunyuan_video15,
     "ltx_video": ltx_video,
+    "hunyuan_video": hunyuan_video,
+    "cogvideox": cogvideox,
+    "cogvideox_2b": cogvideox_2b,
+    "cogvideox15": cogvideox15,
+    "mochi": mochi,
+    "kandinsky5_video": kandinsky5_video,
+    "sana_video": sana_video,
     "hidream": hidream,
     "kandinsky5_image": kandinsky5_image,
     "kolors": kolors,

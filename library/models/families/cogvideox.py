@@ -73,7 +73,8 @@ FACTS = FamilyFacts(
         kind="video",
         num_parameters=5_570_283_072,
         hub_id="THUDM/CogVideoX-5b",
-        frames=FrameRule(stride=4, fps=8.0),
+        # Its VAE decodes an even number of latent frames to other numbers of frames.
+        frames=FrameRule(stride=8, fps=8.0, frames_per_latent=4),
     ),
     detection=DetectionFacts(match_configs=_match_cogvideox),
     lora=FamilyLora(

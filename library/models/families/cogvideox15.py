@@ -17,12 +17,8 @@ if TYPE_CHECKING:
 
     from ...dataloader.batch import Moments
 
-TEMPORAL_PATCH = 2
-"""Latent frames of a patch."""
-
-
 def _match_cogvideox15(read: ConfigReader) -> FamilyMatch | None:
-    return match_cogvideox(read, TEMPORAL_PATCH)
+    return match_cogvideox(read, 2)
 
 
 FACTS = replace(
@@ -31,9 +27,9 @@ FACTS = replace(
     pipeline=PipelineFacts(
         class_name="CogVideoXPipeline",
         kind="video",
-        num_parameters=5_569_824_320,
+        num_parameters=5_570_676_352,
         hub_id="THUDM/CogVideoX1.5-5B",
-        frames=FrameRule(stride=8, fps=16.0, latent_frames_per_stride=TEMPORAL_PATCH),
+        frames=FrameRule(stride=8, fps=16.0, frames_per_latent=4, repeated_latents=1),
     ),
     detection=DetectionFacts(match_configs=_match_cogvideox15),
     lora=replace(COGVIDEOX_FACTS.lora, modelspec_architecture="cogvideox-1.5"),

@@ -38,7 +38,7 @@ FACTS = replace(
     pipeline=PipelineFacts(
         class_name="Kandinsky5T2VPipeline",
         kind="video",
-        num_parameters=19_000_000_000,
+        num_parameters=19_311_325_248,
         hub_id="kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers",
         frames=FrameRule(stride=4, fps=24.0),
     ),

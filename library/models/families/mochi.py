@@ -66,7 +66,7 @@ FACTS = FamilyFacts(
     pipeline=PipelineFacts(
         class_name="MochiPipeline",
         kind="video",
-        num_parameters=10_027_968_816,
+        num_parameters=10_027_677_744,
         hub_id="genmo/mochi-1-preview",
         frames=FrameRule(stride=6, fps=30.0),
     ),

@@ -39,7 +39,7 @@ FACTS = replace(
     pipeline=PipelineFacts(
         class_name="SanaVideoPipeline",
         kind="video",
-        num_parameters=2_000_000_000,
+        num_parameters=2_056_862_144,
         hub_id="Efficient-Large-Model/SANA-Video_2B_480p_diffusers",
         frames=FrameRule(stride=4, fps=16.0),
     ),

@@ -60,6 +60,8 @@ class TinyCase:
     """The inverse of ``pack_latents``."""
     pack_prediction: Callable[[Tensor], Tensor] | None = None
     """Pack latents of the family as the diffusers scheduler gets them, if it is not as the pipeline takes them."""
+    convert_timesteps: Callable[[Tensor], Tensor] = return_unchanged
+    """Convert timesteps of the diffusers scheduler to those of the family, where they count the other way."""
     scale: str = "guidance_scale"
     """The diffusers pipeline's argument for classifier-free guidance."""
     guidance_off: float = 1.0
@@ -178,6 +180,10 @@ class ForwardOnlyWrapper(nn.Module):
         return self.inner(*args, **kwargs)
 
 
+def _copy_tensor(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
 class Recorder:
     """Record each call of a module, bound to the parameter names, and its output."""
 
@@ -188,7 +194,9 @@ class Recorder:
         module.register_forward_hook(self.record, with_kwargs=True)
 
     def record(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        self.calls.append(self.signature.bind(*args, **kwargs).arguments)
+        arguments = self.signature.bind(*args, **kwargs).arguments
+        # Copies: the pipeline of Kandinsky 5 writes each step into the latents that it has given.
+        self.calls.append({name: _copy_tensor(value) for name, value in arguments.items()})
         self.outputs.append(output[0])
 
 

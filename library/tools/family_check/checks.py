@@ -75,7 +75,8 @@ def check_denoiser_call(family: Family, case: TinyCase) -> None:
     reference, t = steps[0]
     wrapped = ForwardOnlyWrapper(denoiser)
     noisy = batch.latents * getattr(pipe.scheduler, "init_noise_sigma", 1.0)
-    ours = family.predict(pipe, wrapped, noisy, torch.full((len(batch),), float(t)), batch)
+    timesteps = case.convert_timesteps(torch.full((len(batch),), float(t)))
+    ours = family.predict(pipe, wrapped, noisy, timesteps, batch)
     ensure(wrapped.calls == 1, f"predict calls the given denoiser {wrapped.calls} times instead of once")
     ensure(ours.shape == batch.latents.shape, f"predict returns {list(ours.shape)} for {list(batch.latents.shape)}")
     prediction = (case.pack_prediction or case.pack_latents)(ours)
@@ -120,7 +121,7 @@ def check_target(family: Family, case: TinyCase) -> None:
         recovered = _recover_by_noise_schedule(scheduler, noisy, target, int(t))
     else:  # of flow matching: one step from here to the end
         scheduler = type(scheduler).from_config(
-            scheduler.config, shift=1.0, use_dynamic_shifting=False, shift_terminal=None
+            scheduler.config, shift=1.0, use_dynamic_shifting=False, shift_terminal=None, invert_sigmas=False
         )
         scheduler.set_timesteps(sigmas=[t / 1000])
         recovered = scheduler.step(target, scheduler.timesteps[0], noisy).prev_sample
@@ -149,7 +150,7 @@ def check_prompts(family: Family, case: TinyCase) -> None:
         record, rows = Recorder(denoiser), take_rows(case.batch, len(group))
         arguments = {"prompt": list(group), **case.sizes, **case.texts, **case.no_guidance}
         call_pipeline(case, **arguments, latents=case.pack_latents(rows.latents), output_type="latent")
-        t = torch.full((len(group),), float(pipe.scheduler.timesteps[0]))
+        t = case.convert_timesteps(torch.full((len(group),), float(pipe.scheduler.timesteps[0])))
         batch = replace(rows, cond=case.encode_prompts(family, pipe, group))
         reference, noisy = record.outputs[0], rows.latents * getattr(pipe.scheduler, "init_noise_sigma", 1.0)
         family.predict(pipe, denoiser, noisy, t, batch)
