@@ -16,6 +16,7 @@ import tiny_sd1
 import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.modular_pipelines.anima.encoders import encode_vae_image
+from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video
 from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from diffusers.pipelines.skyreels_v2 import pipeline_skyreels_v2
@@ -887,21 +888,23 @@ def kandinsky5_image() -> TinyCase:
 def hunyuan_video() -> TinyCase:
     texts, pooled, latents = _draw_tensors((13, 24), (16,), (4, 1, HEIGHT // 8, WIDTH // 8))
     mask, one_frame = torch.tensor([[1] * 13, [1] * 7 + [0] * 6]), {"num_frames": 1}
-    options = {"guidance_scale": 1.0, **one_frame}
+    options, pipe = {"guidance_scale": 1.0, **one_frame}, _load("random:hunyuan_video:tiny")
+    template = pipeline_hunyuan_video.DEFAULT_PROMPT_TEMPLATE
+    longest = len(pipe.tokenizer(template["template"].format("a red circle on white ground")).input_ids)
 
     def scale(pipe: Any, latents: Tensor) -> Tensor:
         return latents * pipe.vae.config.scaling_factor
 
     return TinyCase(
         "hunyuan_video",
-        _load("random:hunyuan_video:tiny"),
+        pipe,
         build_batch(latents, {"embeds": [texts[0], texts[1, :7]], "pooled": pooled}),
         {"prompt_embeds": texts, "prompt_attention_mask": mask, "pooled_prompt_embeds": pooled, **options},
         options,
         _build_frame_encoder(scale),
         "random:hunyuan_video:tiny",
         encode_clips=_build_clip_encoder(scale),
-        texts=one_frame,
+        texts={**one_frame, "max_sequence_length": longest - template["crop_start"]},  # sums round by the padding
         scale="true_cfg_scale",
         simplify_call=drop_padding,
         blocks=("HunyuanVideoTransformerBlock", "HunyuanVideoSingleTransformerBlock"),
@@ -935,6 +938,7 @@ def _build_cogvideox_case(family: str, source: str, repeat_first: Callable[[Tens
         lambda latents: latents.transpose(1, 2),
         encode_clips=encode_clips,
         texts=one_frame,
+        simplify_call=dict,  # the pipeline multiplies by the inverse of what is divided by here, so pixels round apart
         blocks=("Attention",),
     )
 

@@ -47,16 +47,13 @@ FACTS = replace(
     lora=replace(
         IMAGE_FACTS.lora,
         # Every linear layer of the blocks but those of modulation.
-        targets=tuple(
-            f"*_transformer_blocks.*.{layer}"
-            for layer in (
-                *(
-                    f"{attention}.{name}"
-                    for attention in ("self_attention", "cross_attention")
-                    for name in ("to_query", "to_key", "to_value", "out_layer")
-                ),
-                *("feed_forward.in_layer", "feed_forward.out_layer"),
-            )
+        targets=(
+            *(
+                f"{attention}.{name}"
+                for attention in ("self_attention", "cross_attention")
+                for name in ("to_query", "to_key", "to_value", "out_layer")
+            ),
+            *("feed_forward.in_layer", "feed_forward.out_layer"),
         ),
         targets_of="musubi-tuner",
         modelspec_architecture="kandinsky-5-video",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ...adapters.original_module_names import KeyStyle, OriginalModule
 from ...dataset.frame_windows import FrameRule
 from ...diffusion.timestep_shift import NO_SHIFT
+from ...registry import copy_class_name
 from ..base import BaseModelInfo, Family
 from ..facts import (
     BlockFacts,
@@ -50,7 +51,7 @@ MOCHI_KEYS = KeyStyle(
     "mochi",
     (
         OriginalModule("blocks.{}.attn.qkv_x", _VIDEO_QKV),
-        OriginalModule("blocks.{}.attn.qkv_y", _TEXT_QKV),
+        OriginalModule("blocks.{}.attn.qkv_y", _TEXT_QKV, output_ratios=(2, 2, 2)),
         OriginalModule("blocks.{}.attn.proj_x", ("transformer_blocks.{}.attn1.to_out.0",)),
         OriginalModule("blocks.{}.attn.proj_y", ("transformer_blocks.{}.attn1.to_add_out",)),
     ),
@@ -111,6 +112,7 @@ class Mochi(Family):
         processor = _build_attention_processor()
         for block in denoiser.transformer_blocks:
             block.attn1.processor = processor
+        denoiser.rope.__class__ = _build_position_class()
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         return BaseModelInfo("mochi_1", "mochi-1")
@@ -194,6 +196,25 @@ def _pad_texts(pipe: Any, texts: Tensor | Sequence[Tensor], multiple: int) -> tu
     return embeds, mask.bool()
 
 
+def _build_position_class() -> Any:
+    """diffusers' rotary positions of Mochi, which autocast does not round, without switching autocast off.
+
+    Its own switches it off for the device type of its frequencies, which the meta device has not.
+    """
+    from diffusers.models.transformers.transformer_mochi import MochiRoPE
+
+    positions: Any = MochiRoPE
+
+    class RotaryPositions(positions):  # type: ignore[misc]
+        def _create_rope(self, freqs: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
+            axes = zip(pos.float().unbind(1), freqs.float().unbind(0), strict=True)
+            first, *others = (places[:, None, None] * frequencies for places, frequencies in axes)
+            angles = sum(others, first)
+            return angles.cos(), angles.sin()
+
+    return copy_class_name(RotaryPositions, positions)
+
+
 def _build_attention_processor() -> Any:
     """diffusers' attention of Mochi with a mask of the text's padding, over the whole batch at once.
 
@@ -217,20 +238,22 @@ def _build_attention_processor() -> Any:
             image_rotary_emb: Any = None,
         ) -> tuple[Tensor, Tensor]:
             sizes = [hidden_states.shape[1], encoder_hidden_states.shape[1]]
-            layers = (attn.to_q, attn.add_q_proj), (attn.to_k, attn.add_k_proj), (attn.to_v, attn.add_v_proj)
-            query, key, value = (
-                [layer(part).unflatten(2, (attn.heads, -1)) for layer, part in zip(pair, parts, strict=True)]
-                for pair, parts in ((each, (hidden_states, encoder_hidden_states)) for each in layers)
+            streams = (
+                (hidden_states, (attn.to_q, attn.to_k, attn.to_v)),
+                (encoder_hidden_states, (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)),
             )
-            query = [attn.norm_q(query[0]), attn.norm_added_q(query[1])]
-            key = [attn.norm_k(key[0]), attn.norm_added_k(key[1])]
+            video, text = (
+                [layer(tokens).unflatten(2, (attn.heads, -1)) for layer in layers] for tokens, layers in streams
+            )
+            video[0], video[1] = attn.norm_q(video[0]), attn.norm_k(video[1])
+            text[0], text[1] = attn.norm_added_q(text[0]), attn.norm_added_k(text[1])
             if image_rotary_emb is not None:
-                query[0], key[0] = rotate(query[0], *image_rotary_emb), rotate(key[0], *image_rotary_emb)
-            joined = [torch.cat(each, dim=1).transpose(1, 2) for each in (query, key, value)]
+                video[0], video[1] = rotate(video[0], *image_rotary_emb), rotate(video[1], *image_rotary_emb)
+            joined = [torch.cat(pair, dim=1).transpose(1, 2) for pair in zip(video, text, strict=True)]
             mask = pad(attention_mask.bool(), (sizes[0], 0), value=True)[:, None, None]
             states = scaled_dot_product_attention(*joined, attn_mask=mask).transpose(1, 2).flatten(2)
-            video, text = states.split(sizes, dim=1)
-            video = attn.to_out[1](attn.to_out[0](video))
-            return video, attn.to_add_out(text) if hasattr(attn, "to_add_out") else text
+            video_output, text_output = states.split(sizes, dim=1)
+            video_output = attn.to_out[1](attn.to_out[0](video_output))
+            return video_output, attn.to_add_out(text_output) if hasattr(attn, "to_add_out") else text_output
 
     return TextMaskProcessor()

@@ -180,7 +180,8 @@ class ForwardOnlyWrapper(nn.Module):
         return self.inner(*args, **kwargs)
 
 
-def _copy_tensor(value: Any) -> Any:
+def copy_tensor(value: Any) -> Any:
+    """Copy a tensor; return anything else as it is."""
     return value.clone() if isinstance(value, Tensor) else value
 
 
@@ -196,8 +197,8 @@ class Recorder:
     def record(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         arguments = self.signature.bind(*args, **kwargs).arguments
         # Copies: the pipeline of Kandinsky 5 writes each step into the latents that it has given.
-        self.calls.append({name: _copy_tensor(value) for name, value in arguments.items()})
-        self.outputs.append(output[0])
+        self.calls.append({name: copy_tensor(value) for name, value in arguments.items()})
+        self.outputs.append(output if isinstance(output, Tensor) else output[0])
 
 
 def flatten_tensors(value: Any) -> list[Tensor]:
