@@ -99,7 +99,7 @@ FACTS = FamilyFacts(
             "single_transformer_blocks.*.norm.linear",
         ),
         key_style=HUNYUAN_VIDEO_KEYS,
-        format="diffusers",
+        format="comfy",
         modelspec_architecture="hunyuan-video",
         modelspec_implementation="https://github.com/Tencent-Hunyuan/HunyuanVideo",
     ),
@@ -129,8 +129,8 @@ FACTS = FamilyFacts(
         pad_multiple=64,
     ),
     training_noise=TrainingNoiseFacts(
-        shift=FixedShift(7.0),
-        reason="as musubi-tuner's guide recommends",
+        shift=FixedShift(3.0),
+        reason="as musubi-tuner's guide recommends for details, in place of its 7",
         other_trainers={
             "musubi-tuner": NoiseLevels("shift", 7.0, origin="its guide"),
             "diffusion-pipe": LOGIT_NORMAL,

@@ -60,8 +60,8 @@ FACTS = replace(
         modelspec_implementation="https://github.com/kandinskylab/kandinsky-5",
     ),
     training_noise=TrainingNoiseFacts(
-        shift=FixedShift(5.0),
-        reason="as musubi-tuner's guide recommends",
+        shift=FixedShift(3.0),
+        reason="as Kandinsky 5 image, less than the 5 of musubi-tuner's guide",
         other_trainers={"musubi-tuner": NoiseLevels("shift", 5.0, origin="its guide")},
     ),
     sampling=SamplingFacts(num_inference_steps=50, guidance_scale=5.0, image_size=(768, 512)),

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...dataset.frame_windows import FrameRule
+from ...diffusion.timestep_shift import FixedShift
 from ...registry import copy_class_name
 from ..base import BaseModelInfo
 from ..facts import DetectionFacts, FamilyMatch, PipelineFacts, SamplingFacts, SingleFileFacts
@@ -50,7 +51,9 @@ FACTS = replace(
         modelspec_architecture="sana-video",
         modelspec_implementation="https://github.com/NVlabs/Sana",
     ),
-    training_noise=TrainingNoiseFacts(reason="logit-normal with its shift of 8, as its authors train it"),
+    training_noise=TrainingNoiseFacts(
+        shift=FixedShift(3.0), reason="as Sana, since the pipeline's shift of 8 is for sampling"
+    ),
     sampling=SamplingFacts(num_inference_steps=50, guidance_scale=6.0, image_size=(832, 480)),
     notes="2B, 480p, text to video; diffusers folders",
 )

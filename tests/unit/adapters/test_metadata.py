@@ -160,6 +160,11 @@ def test_the_implementation_is_the_one_that_sd_scripts_names():
         "skyreels_v2": "https://github.com/SkyworkAI/SkyReels-V2",
         "hunyuan_video15": "https://github.com/Tencent-Hunyuan/HunyuanVideo-1.5",
         "ltx_video": "https://github.com/Lightricks/LTX-Video",
+        "hunyuan_video": "https://github.com/Tencent-Hunyuan/HunyuanVideo",
+        **dict.fromkeys(("cogvideox", "cogvideox15"), "https://github.com/THUDM/CogVideo"),
+        "mochi": "https://github.com/genmoai/mochi",
+        "kandinsky5_video": "https://github.com/kandinskylab/kandinsky-5",
+        "sana_video": "https://github.com/NVlabs/Sana",
     }
     found = {name: facts.lora.modelspec_implementation for name, facts in FAMILY_FACTS.items()}
     assert found == {**dict.fromkeys(FAMILY_FACTS, "diffusers"), **authors}

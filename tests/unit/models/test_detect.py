@@ -98,8 +98,8 @@ def test_the_built_in_model_is_detected_from_its_files(tmp_path):
 
 
 def test_unsupported_models_are_rejected_by_name(tmp_path):
-    assert "MochiPipeline is not supported; supported: Stable Diffusion 1, " in detect_problem(
-        write_model_folder(tmp_path / "a", name="MochiPipeline")
+    assert "AllegroPipeline is not supported; supported: Stable Diffusion 1, " in detect_problem(
+        write_model_folder(tmp_path / "a", name="AllegroPipeline")
     )
     assert "has 9 input channels" in detect_problem(write_model_folder(tmp_path / "c", unet={"in_channels": 9}))
     assert "has no size conditioning" in detect_problem(
