@@ -79,7 +79,7 @@ FACTS = FamilyFacts(
             *("attn1.add_q_proj", "attn1.add_k_proj", "attn1.add_v_proj", "attn1.to_add_out"),
         ),
         key_style=MOCHI_KEYS,
-        format="diffusers",
+        format="comfy",
         modelspec_architecture="mochi-1",
         modelspec_implementation="https://github.com/genmoai/mochi",
     ),
