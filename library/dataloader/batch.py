@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..dataset.frame_windows import FrameRule
 from ..diffusion.noise import copy_async
 from .images import BadSample
 
@@ -89,12 +90,11 @@ class PixelBatch:
         batch_size: int,
         control_sizes: Sequence[tuple[int, int]] = (),
         num_frames: int = 1,
-        frame_stride: int = 1,
+        frame_rule: FrameRule | None = None,
     ) -> "PixelBatch":
         """Build a batch of black images of this (width, height), without masks, with these captions repeated.
 
-        With ``num_frames``, they are clips, of which the model has a latent frame for each ``frame_stride`` frames
-        after the first.
+        With ``num_frames``, they are clips, whose latent frames ``frame_rule``, that of the model, counts.
         """
         width, height = image_size
         rows = [number % len(self) for number in range(batch_size)]
@@ -103,7 +103,8 @@ class PixelBatch:
         size_conditioning[:, 4:] = size_conditioning.new_tensor([height, width])
         frames = (num_frames,) if num_frames > 1 else ()
         if self.moments is not None:
-            frames = ((num_frames - 1) // frame_stride + 1,) if self.frame_shape else ()
+            num_latents = num_frames if frame_rule is None else frame_rule.count_latent_frames(num_frames)
+            frames = (num_latents,) if self.frame_shape else ()
         pixels = None if self.pixels is None else self.pixels.new_zeros(batch_size, 3, *frames, height, width)
         moments = None
         if self.moments is not None:
@@ -133,14 +134,14 @@ class PixelBatch:
             control_latents=() if self.moments is None else controls,
         )
 
-    def crop_first_image(self, max_size: int) -> "PixelBatch":
+    def crop_first_image(self, max_size: int, frame_rule: FrameRule | None = None) -> "PixelBatch":
         """The first image, or first frame, without its mask and at most ``max_size`` wide and high."""
         height, width = self.size_conditioning[0, 4:].int().tolist()
         factor = 1 if self.moments is None else height // self.moments.mean_and_std.shape[-2]
         controls = self.control_pixels or self.control_latents
         control_sizes = [(image.shape[-1] * factor, image.shape[-2] * factor) for image in controls]
         smaller = [(min(width, max_size), min(height, max_size)) for width, height in [(width, height), *control_sizes]]
-        crop = self.build_dummy_batch(smaller[0], 1, smaller[1:])
+        crop = self.build_dummy_batch(smaller[0], 1, smaller[1:], frame_rule=frame_rule)
         if crop.pixels is not None and self.pixels is not None:
             _copy_corner(self.pixels, crop.pixels)
         if crop.moments is not None and self.moments is not None:

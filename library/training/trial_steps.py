@@ -15,6 +15,7 @@ import torch
 
 from ..dataloader.batch import PixelBatch, TextLength
 from ..dataloader.batch_plan import MicroBatchSchedule, PlannedStage, get_planned_stages
+from ..dataset.frame_windows import FrameRule
 from ..distributed.device_memory import has_device_memory
 from ..distributed.step_phases import OutOfMemory, record_phase
 from ..errors import UserError
@@ -44,7 +45,8 @@ def probe_gradients(run: TrainingRun, batch: PixelBatch) -> None:
     """
     task = run.task
     if run.compilation is None:
-        batch, task = batch.crop_first_image(MAX_PROBE_SIZE), replace(task, dropout=None)
+        batch = batch.crop_first_image(MAX_PROBE_SIZE, task.family.facts.pipeline.frames)
+        task = replace(task, dropout=None)
         if run.task.dropout is not None:
             run.task.dropout.sample_keys = None
     model = run.strategy.unwrap_model(run.model)
@@ -98,7 +100,7 @@ class BatchShape(NamedTuple):
     batch_size: int
     control_sizes: tuple[tuple[int, int], ...] = ()
     num_frames: int = 1
-    frame_stride: int = 1
+    frame_rule: FrameRule | None = None
 
     @property
     def num_pixels(self) -> int:
@@ -109,13 +111,13 @@ class BatchShape(NamedTuple):
 BatchShapes = list[BatchShape]
 
 
-def list_batch_shapes(plan: MicroBatchSchedule, frame_stride: int = 1) -> BatchShapes:
+def list_batch_shapes(plan: MicroBatchSchedule, frame_rule: FrameRule | None = None) -> BatchShapes:
     """List the batch shapes of a plan, the largest first, so that out of memory shows at once.
 
-    ``frame_stride`` is that of the model's ``FrameRule``.
+    ``frame_rule`` is that of the model.
     """
     shapes = {
-        BatchShape(bucket.resolution, bucket.batch_size, bucket.control_resolutions, bucket.num_frames, frame_stride)
+        BatchShape(bucket.resolution, bucket.batch_size, bucket.control_resolutions, bucket.num_frames, frame_rule)
         for bucket in plan.buckets
     }
     return sorted(shapes, key=lambda each: (each.num_pixels, each), reverse=True)
@@ -156,17 +158,12 @@ def check_later_stages_fit(run: TrainingRun, first_batch: PixelBatch) -> None:
     largest = max(later, key=_count_pixels, default=now)
     if _count_pixels(largest) <= _count_pixels(now) or not has_device_memory(run.strategy.device):
         return
-    shape = list_batch_shapes(largest.batch_plan, _get_frame_stride(run))[0]
+    shape = list_batch_shapes(largest.batch_plan, run.task.family.facts.pipeline.frames)[0]
     try:
         run_trial_step(run, first_batch.build_dummy_batch(*shape))
     except OutOfMemory as error:
         when = f"{error.reason}; this batch shape comes from step {largest.first_step + 1} on and was tried in advance"
         raise OutOfMemory(error.phase, error.batch, when.removeprefix("; ")) from None
-
-
-def _get_frame_stride(run: TrainingRun) -> int:
-    rule = run.task.family.facts.pipeline.frames
-    return 1 if rule is None else rule.stride
 
 
 def _count_pixels(stage: PlannedStage) -> int:
@@ -181,7 +178,7 @@ TEXT_LENGTHS: tuple[TextLength, ...] = ("same", "longer", "shorter")
 
 def warm_up_compilation(run: TrainingRun, compilation: "Compilation", first_batch: PixelBatch) -> None:
     """Compile by running forward and backward on black images of every batch shape; no parameter changes."""
-    started, sizes = time.perf_counter(), list_batch_shapes(run.plan.batch_plan, _get_frame_stride(run))
+    started, sizes = time.perf_counter(), list_batch_shapes(run.plan.batch_plan, run.task.family.facts.pipeline.frames)
     texts_vary = _record_input_shapes(run, compilation, first_batch, sizes)
     batches = [
         batch for shape in sizes for batch in _vary_text_lengths(first_batch.build_dummy_batch(*shape), texts_vary)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from ...dataloader.batch import Moments
 
+
 def _match_cogvideox15(read: ConfigReader) -> FamilyMatch | None:
     return match_cogvideox(read, 2)
 

@@ -24,10 +24,16 @@ from ..facts import (
     TextFacts,
 )
 from ..model_configs import ConfigReader, ModelError, read_required
-from ..shared_facts import CLIP_L_PREFIXES, CLIP_L_TOKENIZER, DENOISER_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
+from ..shared_facts import (
+    CLIP_L_PREFIXES,
+    CLIP_L_TOKENIZER,
+    DENOISER_PREFIXES,
+    MASKED_ATTENTION_MODES,
+    match_flow_model,
+)
 from ..training_noise import LOGIT_NORMAL, NoiseLevels, TrainingNoiseFacts
 from .hunyuan_image_keys import SINGLE_PARTS
-from .hunyuan_video_keys import HUNYUAN_VIDEO_KEYS, LAYOUT
+from .hunyuan_video_keys import COMFYUI_KEYS, HUNYUAN_VIDEO_KEYS, LAYOUT
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -99,6 +105,7 @@ FACTS = FamilyFacts(
             "single_transformer_blocks.*.norm.linear",
         ),
         key_style=HUNYUAN_VIDEO_KEYS,
+        other_key_styles=(COMFYUI_KEYS,),
         format="comfy",
         modelspec_architecture="hunyuan-video",
         modelspec_implementation="https://github.com/Tencent-Hunyuan/HunyuanVideo",

@@ -48,7 +48,9 @@ def check_facts(family: Family, case: TinyCase) -> None:
 def call_pipeline(case: TinyCase, **arguments: Any) -> Any:
     """Call the diffusers pipeline, where it can be called in the way of all pipelines."""
     # Some pipelines write into the list of prompts or the latents that they are given.
-    arguments = {name: list(value) if isinstance(value, list) else copy_tensor(value) for name, value in arguments.items()}
+    arguments = {
+        name: list(value) if isinstance(value, list) else copy_tensor(value) for name, value in arguments.items()
+    }
     try:
         return case.pipe(**{**case.size_arguments, "num_inference_steps": 2, **arguments})
     except (TypeError, ValueError, AttributeError, RuntimeError, NotImplementedError) as error:

@@ -233,7 +233,7 @@ def test_dummy_batches_have_the_frames_of_their_bucket(tmp_path):
     latents = torch.arange(2 * 4 * 3 * height * width // 64, dtype=torch.float32)
     latents = latents.view(1, 2, 4, 3, height // 8, width // 8)
     cached = replace(batch, pixels=None, moments=Moments(latents))
-    dummy = cached.build_dummy_batch((32, 16), 2, num_frames=13, frame_stride=4)
+    dummy = cached.build_dummy_batch((32, 16), 2, num_frames=13, frame_rule=FrameRule(stride=4))
     assert cached.frame_shape == (3,) and dummy.moments.mean_and_std.shape == (2, 2, 4, 4, 2, 4)
     assert torch.equal(cached.crop_first_image(16).moments.mean_and_std, latents[..., :1, :2, :2])
 
