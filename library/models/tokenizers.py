@@ -8,7 +8,15 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import ByT5Tokenizer, Qwen2Tokenizer, Qwen2VLImageProcessorPil, Qwen2VLProcessor
+from transformers import (
+    ByT5Tokenizer,
+    LlamaTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen2Tokenizer,
+    Qwen2VLImageProcessorPil,
+    Qwen2VLProcessor,
+)
+from transformers.utils import cached_file
 
 from ..registry import copy_class_name
 
@@ -48,6 +56,9 @@ def load_pretrained_tokenizer(tokenizer_class: Any, path_or_id: str, subfolder: 
         return ImageTextProcessor(Qwen2VLImageProcessorPil.from_pretrained(path_or_id, **files), tokenizer)
     if tokenizer_class.__name__ == "Qwen3VLProcessor":
         tokenizer_class = Qwen2Tokenizer  # texts need no more, and the processor of videos needs torchvision
+    if tokenizer_class is LlamaTokenizer and _has_byte_level_file(path_or_id, subfolder, options):
+        # transformers 5 makes a tokenizer of Llama 2 of each file, also of Llama 3's, whose tokens are of bytes.
+        tokenizer_class = PreTrainedTokenizerFast
     missing = OSError("it has no vocabulary (vocab.json and merges.txt, tokenizer.json, or tokenizer.model)")
     try:
         tokenizer = tokenizer_class.from_pretrained(path_or_id, subfolder=subfolder, **options)
@@ -59,6 +70,19 @@ def load_pretrained_tokenizer(tokenizer_class: Any, path_or_id: str, subfolder: 
     if len(tokenizer if hasattr(tokenizer, "__len__") else tokenizer.tokenizer) < _MIN_VOCAB_SIZE:
         raise missing
     return tokenizer
+
+
+def _has_byte_level_file(path_or_id: str, subfolder: str, options: Mapping[str, Any]) -> bool:
+    """Whether the tokenizer has a ``tokenizer.json`` that splits texts into bytes before it looks tokens up."""
+    path = cached_file(
+        path_or_id,
+        "tokenizer.json",
+        subfolder=subfolder,
+        local_files_only=options.get("local_files_only", False),
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return path is not None and "ByteLevel" in str(json.loads(Path(path).read_text("utf-8")).get("pre_tokenizer"))
 
 
 def load_cached_tokenizer(

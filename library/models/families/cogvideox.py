@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ...dataloader.batch import Batch, Cond, Moments
-    from ...dataloader.sample_prompts import Prompt
     from ...diffusion.process import NoiseProcess
 
 COGVIDEOX_TEXT_TOKENS = 226

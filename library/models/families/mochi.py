@@ -224,7 +224,7 @@ def _build_attention_processor() -> Any:
     from torch.nn.functional import pad, scaled_dot_product_attention
 
     def rotate(tokens: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-        even, odd = tokens.float().unflatten(-1, (-1, 2)).unbind(-1)
+        even, odd = tokens.float().view(*tokens.shape[:-1], -1, 2).unbind(-1)
         pairs = (even * cosines - odd * sines, even * sines + odd * cosines)
         return torch.stack(pairs, dim=-1).flatten(-2).to(tokens.dtype)
 
@@ -249,10 +249,11 @@ def _build_attention_processor() -> Any:
             text[0], text[1] = attn.norm_added_q(text[0]), attn.norm_added_k(text[1])
             if image_rotary_emb is not None:
                 video[0], video[1] = rotate(video[0], *image_rotary_emb), rotate(video[1], *image_rotary_emb)
-            joined = [torch.cat(pair, dim=1).transpose(1, 2) for pair in zip(video, text, strict=True)]
+            pairs = zip(video, text, strict=True)
+            query, key, value = (torch.cat(pair, dim=1).transpose(1, 2) for pair in pairs)
             mask = pad(attention_mask.bool(), (sizes[0], 0), value=True)[:, None, None]
-            states = scaled_dot_product_attention(*joined, attn_mask=mask).transpose(1, 2).flatten(2)
-            video_output, text_output = states.split(sizes, dim=1)
+            states = scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2).flatten(2)
+            video_output, text_output = torch.split(states, sizes, dim=1)
             video_output = attn.to_out[1](attn.to_out[0](video_output))
             return video_output, attn.to_add_out(text_output) if hasattr(attn, "to_add_out") else text_output
 

@@ -1,0 +1,34 @@
+"""HunyuanVideo: the tokenizer of Llama 3, models that are refused, the names of LoRA files."""
+
+import pytest
+from transformers import LlamaTokenizer, PreTrainedTokenizerFast
+
+from library.models.families.hunyuan_video import FACTS, HUNYUAN_VIDEO_KEYS
+from library.models.model_configs import ModelError, build_bundled_reader, load_bundled_config
+from library.models.tokenizers import build_byte_tokenizer, load_pretrained_tokenizer
+
+
+def test_a_tokenizer_of_bytes_that_is_called_one_of_llama_keeps_its_tokens(tmp_path):
+    config = load_bundled_config("hunyuan_video_tiny")["tokenizer/tokenizer_config.json"]
+    original = build_byte_tokenizer(PreTrainedTokenizerFast, config)
+    original.save_pretrained(str(tmp_path))
+    text = "a red circle, \N{LATIN SMALL LETTER E WITH ACUTE}"
+    expected = original(text).input_ids
+    assert load_pretrained_tokenizer(LlamaTokenizer, str(tmp_path))(text).input_ids == expected
+    assert LlamaTokenizer.from_pretrained(str(tmp_path))(text).input_ids != expected, "transformers makes another one"
+
+
+def test_models_that_make_videos_from_images_are_refused():
+    configs = dict(load_bundled_config("hunyuan_video"))
+    match = FACTS.detection.match_configs(build_bundled_reader(configs))
+    assert (match.size_multiple, match.prediction_type, match.has_guidance_embeds) == (16, "flow", True)
+    configs["transformer/config.json"] = {**configs["transformer/config.json"], "image_condition_type": "token_replace"}
+    with pytest.raises(ModelError, match="videos from images"):
+        FACTS.detection.match_configs(build_bundled_reader(configs))
+
+
+def test_lora_files_have_the_names_of_musubi_tuner_and_for_comfyui_its_own():
+    names = {module.name for module in HUNYUAN_VIDEO_KEYS.layout}
+    assert {"double_blocks.{}.img_attn_qkv", "double_blocks.{}.txt_mlp.fc2", "single_blocks.{}.linear1"} <= names
+    other = {module.name for module in HUNYUAN_VIDEO_KEYS.comfyui_style.layout}
+    assert {"double_blocks.{}.img_attn.qkv", "double_blocks.{}.txt_mlp.2", "single_blocks.{}.linear1"} <= other
