@@ -212,7 +212,8 @@ class ModelConfig:
     )
     guidance_scale: float = define_option(
         1.0,
-        "value of the guidance embedding of FLUX.1 dev and FLUX.2 dev in training; not classifier-free guidance",
+        "value of the guidance embedding of FLUX.1 dev, FLUX.2 dev and HunyuanVideo in training; not classifier-free"
+        " guidance",
         minimum=0,
         needs=(Has(Trait.GUIDANCE), OfModel()),
         changes_text_outputs=False,
