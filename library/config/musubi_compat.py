@@ -35,10 +35,10 @@ _FOLDER_ONLY = (
     " place of --dit"
 )
 MISSING_MODELS = {
-    "networks.lora": f"HunyuanVideo, {_VIDEO}",
+    "networks.lora": "HunyuanVideo, whose file is given as --pretrained_model_name_or_path in place of --dit",
     "networks.lora_framepack": f"FramePack, {_VIDEO}",
     "networks.lora_hv_1_5": _FOLDER_ONLY,
-    "networks.lora_kandinsky": f"Kandinsky 5, {_VIDEO}",
+    "networks.lora_kandinsky": _FOLDER_ONLY.replace("HunyuanVideo 1.5", "Kandinsky 5"),
     "networks.lora_ideogram4": f"Ideogram 4, {_MISSING}",
     "networks.lora_hidream_o1": f"HiDream-O1, {_MISSING}",
 }

@@ -280,6 +280,7 @@ TRANSFORMERS = {
     "anima": original_checkpoints.convert_anima_transformer,
     "flux3": original_checkpoints.convert_flux3_transformer,
     "hunyuan_image": original_checkpoints.convert_hunyuan_image_transformer,
+    "hunyuan_video": original_checkpoints.convert_hunyuan_video_transformer,
     "qwen_image21": original_checkpoints.convert_qwen_image21_transformer,
     "pixart_sigma": original_checkpoints.convert_pixart_transformer,
     "hidream": nn.Module.state_dict,

@@ -63,6 +63,7 @@ ORIGINAL_WRITERS: Mapping[str, Callable[[Any], Mapping[str, Tensor]]] = {
     "anima": original_checkpoints.convert_anima_transformer,
     "flux3": original_checkpoints.convert_flux3_transformer,
     "hunyuan_image": original_checkpoints.convert_hunyuan_image_transformer,
+    "hunyuan_video": original_checkpoints.convert_hunyuan_video_transformer,
     "qwen_image21": original_checkpoints.convert_qwen_image21_transformer,
     "pixart_sigma": original_checkpoints.convert_pixart_transformer,
     "hidream": nn.Module.state_dict,

@@ -354,6 +354,24 @@ def convert_hunyuan_image_transformer(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
+_HUNYUAN_VIDEO = (
+    (r"^time_text_embed\.timestep_embedder\.linear_1", "time_in.mlp.0"),
+    (r"^time_text_embed\.timestep_embedder\.linear_2", "time_in.mlp.2"),
+    (r"^time_text_embed\.guidance_embedder\.linear_1", "guidance_in.mlp.0"),
+    (r"^time_text_embed\.guidance_embedder\.linear_2", "guidance_in.mlp.2"),
+    (r"^time_text_embed\.text_embedder\.linear_1", "vector_in.in_layer"),
+    (r"^time_text_embed\.text_embedder\.linear_2", "vector_in.out_layer"),
+)
+
+
+def convert_hunyuan_video_transformer(model: nn.Module) -> dict[str, Tensor]:
+    """Tencent's names, which are those of HunyuanImage in the blocks and the text's refiner."""
+    return {
+        _apply_replacements(name, _HUNYUAN_VIDEO): tensor
+        for name, tensor in convert_hunyuan_image_transformer(model).items()
+    }
+
+
 def convert_hunyuan_image_for_comfyui(model: nn.Module) -> dict[str, Tensor]:
     """The names of ComfyUI's class, to which it converts those of the file."""
     norms = (

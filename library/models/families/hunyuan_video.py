@@ -68,6 +68,14 @@ FACTS = FamilyFacts(
     detection=DetectionFacts(
         match_configs=_match_hunyuan_video,
         keys=("double_blocks.0.img_attn_qkv.weight", "single_blocks.0.linear1.weight", "vector_in.in_layer.weight"),
+        diffusers_keys={
+            "double_blocks.0.img_attn_qkv.weight": "context_embedder.token_refiner.refiner_blocks.0.attn.to_q.weight",
+            "single_blocks.0.linear1.weight": "single_transformer_blocks.0.proj_mlp.weight",
+            "vector_in.in_layer.weight": "time_text_embed.text_embedder.linear_1.weight",
+            "img_in.proj.weight": "x_embedder.proj.weight",
+            "txt_in.input_embedder.weight": "context_embedder.proj_in.weight",
+            "guidance_in.mlp.0.weight": "time_text_embed.guidance_embedder.linear_1.weight",
+        },
         shape_checks={
             ("img_in.proj.weight", 1): ("transformer", "in_channels"),
             ("txt_in.input_embedder.weight", 1): ("transformer", "text_embed_dim"),

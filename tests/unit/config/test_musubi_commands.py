@@ -194,7 +194,10 @@ def test_what_would_change_the_result_is_refused_with_the_reason(flags, reason):
         ("--network_module networks.lora_kandinsky", "Kandinsky 5"),
         ("--network_module networks.lora_ideogram4", "Ideogram 4"),
         ("--network_module networks.lora_hidream_o1 --dino_loss_weight 1", "HiDream-O1"),
-        ("--network_module networks.lora --dit_in_channels 32", "HunyuanVideo, a video model"),
+        (
+            "--network_module networks.lora --dit_in_channels 32",
+            "HunyuanVideo, whose file is given as --pretrained_model_name_or_path",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_trained_is_the_only_problem(flags, title):

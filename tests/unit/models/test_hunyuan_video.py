@@ -1,8 +1,13 @@
 """HunyuanVideo: the tokenizer of Llama 3, models that are refused, the names of LoRA files."""
 
 import pytest
+import torch
+from original_checkpoints import convert_hunyuan_video_transformer
+from safetensors.torch import save_file
+from tiny_pipelines import TINY
 from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 
+from library.models import single_file
 from library.models.families.hunyuan_video import FACTS, HUNYUAN_VIDEO_KEYS
 from library.models.model_configs import ModelError, build_bundled_reader, load_bundled_config
 from library.models.tokenizers import build_byte_tokenizer, load_pretrained_tokenizer
@@ -32,3 +37,22 @@ def test_lora_files_have_the_names_of_musubi_tuner_and_for_comfyui_its_own():
     assert {"double_blocks.{}.img_attn_qkv", "double_blocks.{}.txt_mlp.fc2", "single_blocks.{}.linear1"} <= names
     other = {module.name for module in HUNYUAN_VIDEO_KEYS.comfyui_style.layout}
     assert {"double_blocks.{}.img_attn.qkv", "double_blocks.{}.txt_mlp.2", "single_blocks.{}.linear1"} <= other
+
+
+def test_a_file_with_the_names_of_its_authors_becomes_the_transformer_of_diffusers(tmp_path):
+    model = TINY["hunyuan_video"]().pipe.transformer
+    save_file(convert_hunyuan_video_transformer(model), tmp_path / "file.safetensors")
+    config = load_bundled_config("hunyuan_video_tiny")["transformer/config.json"]
+    conversion = single_file.build_key_conversion(FACTS, "transformer", config)
+    loaded = single_file.load_single_file_component(
+        type(model),
+        str(tmp_path / "file.safetensors"),
+        config,
+        prefixes=FACTS.single_files.prefixes["transformer"],
+        dtype=torch.float32,
+        device=None,
+        conversion=conversion,
+    )
+    expected = model.state_dict()
+    assert loaded.state_dict().keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
