@@ -1,5 +1,7 @@
 """HunyuanVideo: the tokenizer of Llama 3, models that are refused, the names of LoRA files."""
 
+import json
+
 import pytest
 import torch
 from original_checkpoints import convert_hunyuan_video_transformer
@@ -8,6 +10,7 @@ from tiny_pipelines import TINY
 from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 
 from library.models import single_file
+from library.models.checkpoint_inspection import resolve_component_source
 from library.models.families.hunyuan_video import FACTS, HUNYUAN_VIDEO_KEYS
 from library.models.model_configs import ModelError, build_bundled_reader, load_bundled_config
 from library.models.tokenizers import build_byte_tokenizer, load_pretrained_tokenizer
@@ -56,3 +59,11 @@ def test_a_file_with_the_names_of_its_authors_becomes_the_transformer_of_diffuse
     expected = model.state_dict()
     assert loaded.state_dict().keys() == expected.keys()
     assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["hunyuan_video", "hunyuan_video15", "ltx_video", "cogvideox", "mochi", "wan"])
+def test_a_folder_with_the_autoencoder_of_a_video_model_is_taken_for_it(name, tmp_path):
+    config = load_bundled_config(f"{name}_tiny")
+    (tmp_path / "config.json").write_text(json.dumps(config["vae/config.json"]), encoding="utf-8")
+    source = resolve_component_source(str(tmp_path), "vae", build_bundled_reader(config))
+    assert source.source_type == "folder"
