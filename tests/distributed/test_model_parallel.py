@@ -30,6 +30,8 @@ from library.parallel.strategy_registry import STRATEGIES
 from library.training.preflight import RunFacts, check_run_settings
 
 LONG = pytest.mark.slow
+MODULATION = ("--network_module=networks.lora_qwen_image", "--network_args=train_modulation=True")
+"""The layers of modulation get an adapter, too, as in musubi-tuner's runs."""
 
 # equal adapters
 
@@ -50,6 +52,10 @@ LONG = pytest.mark.slow
         pytest.param("sd1", "TP 2 x PP 2", "no", (), marks=LONG),
         pytest.param("z_image", "PP 2 x DP 2", "no", ("--network_train_unet_only",), marks=LONG),
         ("qwen_image", "TP 2", "no", ("--network_train_unet_only",)),
+        *(
+            pytest.param("qwen_image", layout, "no", ("--network_train_unet_only", *MODULATION), marks=LONG)
+            for layout in ("TP 2 x PP 2", "CP 2")
+        ),
         pytest.param("aura_flow", "TP 2 x PP 2", "no", ("--network_train_unet_only",), marks=LONG),
         pytest.param("ovis_image", "TP 2 x PP 2", "no", ("--network_train_unet_only",), marks=LONG),
         pytest.param("hunyuan_image", "TP 2 x PP 2", "no", ("--network_train_unet_only",), marks=LONG),
