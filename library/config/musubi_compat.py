@@ -12,6 +12,7 @@ from ..problems import Place, Problem
 from .kohya_compat import (
     FULL_TRAINING,
     KOHYA_OPTIONS,
+    TEXT_PRECISION,
     NoEffectOption,
     OptionVerdict,
     OtherScriptOption,
@@ -69,10 +70,6 @@ class CachingOption(UnsupportedOption):
 
 _CACHING = CachingOption("of musubi-tuner's caching scripts, which are not needed: a run caches by itself")
 _OTHER_MODEL = OtherScriptOption("for a model of musubi-tuner that is not supported")
-_TEXT_PRECISION = NoEffectOption(
-    "text encoders are not quantized; when their outputs are cached, they leave the device before training",
-    is_explained=True,
-)
 _SWAP = NoEffectOption("frozen weights are only ever copied to the device, from pinned memory")
 _TURBO = NoEffectOption("previews are sampled with the model that is trained", is_explained=True)
 
@@ -97,7 +94,7 @@ MUSUBI_OPTIONS: Mapping[str, OptionVerdict] = {
     **KOHYA_OPTIONS,
     **list_aliases(PROGRAM),
     # no effect on the result
-    **dict.fromkeys(("fp8_vl", "fp8_llm", "fp8_t5", "fp8_text_encoder"), _TEXT_PRECISION),
+    **dict.fromkeys(("fp8_llm", "fp8_t5", "fp8_text_encoder"), TEXT_PRECISION),
     **dict.fromkeys(
         ("use_pinned_memory_for_block_swap", "block_swap_h2d_only"),
         _SWAP,
@@ -245,7 +242,7 @@ def explain_caching_command(argv: Sequence[str]) -> str | None:
 def _has_caching_options_only(names: Collection[str]) -> bool:
     inputs = {"dataset_config", "model_version", *_list_component_names()}
     caching = {name for name, verdict in MUSUBI_OPTIONS.items() if isinstance(verdict, CachingOption)}
-    ignored = {name for name, verdict in MUSUBI_OPTIONS.items() if verdict in (_TEXT_PRECISION, _OTHER_MODEL)}
+    ignored = {name for name, verdict in MUSUBI_OPTIONS.items() if verdict in (TEXT_PRECISION, _OTHER_MODEL)}
     is_known = set(names) <= inputs | caching | ignored | {
         "vae_cache_cpu",
         "vae_dtype",
