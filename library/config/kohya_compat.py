@@ -48,10 +48,6 @@ class UnsupportedOption:
         )
 
 
-class NotYetSupported(UnsupportedOption):
-    """An option that is planned."""
-
-
 class OtherScriptOption(UnsupportedOption):
     """An option of other training scripts: refused as a flag, ignored in a run file, both as in sd-scripts."""
 
@@ -110,9 +106,10 @@ def list_aliases(program: str) -> dict[str, OptionAlias]:
     }
 
 
-def _define_planned(feature: str, *accepted_values: Any) -> NotYetSupported:
-    return NotYetSupported(f"not yet: {feature}", accepted_values)
-
+TEXT_PRECISION = NoEffectOption(
+    "text encoders are not quantized; when their outputs are cached, they leave the device before training",
+    is_explained=True,
+)
 
 _USE_DATASET_TOML = "use a dataset TOML (--dataset_config)"
 FULL_TRAINING = OtherScriptOption("for full fine-tuning or textual inversion; only LoRA adapters are trained here")
@@ -201,7 +198,7 @@ KOHYA_OPTIONS: dict[str, OptionVerdict] = {
         "not supported: adapter weights and optimizer state stay in fp32"
     ),
     "use_sage_attn": UnsupportedOption("SageAttention has no backward pass; use --attn_mode flash"),
-    "fp8_vl": _define_planned("text encoders in fp8"),
+    "fp8_vl": TEXT_PRECISION,
     # saving
     "save_model_as": UnsupportedOption(
         "LoRA files are safetensors; ckpt and pt files can run code when they are opened", ("safetensors",)

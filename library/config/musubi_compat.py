@@ -12,6 +12,7 @@ from ..problems import Place, Problem
 from .kohya_compat import (
     FULL_TRAINING,
     KOHYA_OPTIONS,
+    TEXT_PRECISION,
     NoEffectOption,
     OptionVerdict,
     OtherScriptOption,
@@ -23,11 +24,15 @@ from .network_args import MUSUBI_MODULES, NETWORK_MODULES, get_adapter_type
 from .options import ExplicitOptions, iter_options
 from .schema import AdapterConfig, RunConfig, TrainConfig
 from .schema_objective import NoiseConfig
+from .types import split_keyword_args
 from .validate_adapter import validate_save_format
 
 PROGRAM = "musubi-tuner"
 KONTEXT_MODULE, KONTEXT_VERSION = "networks.lora_flux", "kontext"
 """FLUX.1 Kontext, the one model of musubi-tuner whose module sd-scripts has for another model."""
+
+REX_ARGS, REX_MIN_RATIO = ("rex_alpha=0.1", "rex_beta=0.9"), 0.01
+"""The defaults of ``lr_scheduler rex``, whose curve falls later than that of its authors."""
 
 _VIDEO, _MISSING = "a video model that is not supported yet", "which is not supported"
 _FOLDER_ONLY = (
@@ -65,10 +70,6 @@ class CachingOption(UnsupportedOption):
 
 _CACHING = CachingOption("of musubi-tuner's caching scripts, which are not needed: a run caches by itself")
 _OTHER_MODEL = OtherScriptOption("for a model of musubi-tuner that is not supported")
-_TEXT_PRECISION = NoEffectOption(
-    "text encoders are not quantized; when their outputs are cached, they leave the device before training",
-    is_explained=True,
-)
 _SWAP = NoEffectOption("frozen weights are only ever copied to the device, from pinned memory")
 _TURBO = NoEffectOption("previews are sampled with the model that is trained", is_explained=True)
 
@@ -93,7 +94,7 @@ MUSUBI_OPTIONS: Mapping[str, OptionVerdict] = {
     **KOHYA_OPTIONS,
     **list_aliases(PROGRAM),
     # no effect on the result
-    **dict.fromkeys(("fp8_vl", "fp8_llm", "fp8_t5", "fp8_text_encoder"), _TEXT_PRECISION),
+    **dict.fromkeys(("fp8_llm", "fp8_t5", "fp8_text_encoder"), TEXT_PRECISION),
     **dict.fromkeys(
         ("use_pinned_memory_for_block_swap", "block_swap_h2d_only"),
         _SWAP,
@@ -172,12 +173,27 @@ def list_musubi_values(values: Mapping[str, Any]) -> dict[str, Any]:
         and option.name not in values
         and not (option.group == "noise" and "objective_defaults" in values)
     }
+    if values.get("lr_scheduler") == "rex":
+        taken |= _list_rex_values(values)
     adapter = AdapterConfig(**{name: values[name] for name in ("network_module", "network_args") if name in values})
     if validate_save_format([get_adapter_type(adapter)], taken.get("save_format", "auto")):
         del taken["save_format"]
     if adapter.network_module == KONTEXT_MODULE and not values.keys() & {"model_version", "family"}:
         taken["model_version"] = KONTEXT_VERSION
     return taken
+
+
+def _list_rex_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The curve and the end of musubi-tuner's ``rex``, for what is not given of them."""
+    arguments = tuple(values.get("lr_scheduler_args", ()))
+    names = {name for name, _ in split_keyword_args(arguments)}
+    missing = tuple(word for word in REX_ARGS if word.partition("=")[0] not in names)
+    found = dict[str, Any]()
+    if missing:
+        found["lr_scheduler_args"] = arguments + missing
+    if "lr_scheduler_min_lr_ratio" not in values:
+        found["lr_scheduler_min_lr_ratio"] = REX_MIN_RATIO
+    return found
 
 
 def find_yielding_options(train: TrainConfig, noise: NoiseConfig, explicit: ExplicitOptions) -> dict[str, str]:
@@ -226,7 +242,7 @@ def explain_caching_command(argv: Sequence[str]) -> str | None:
 def _has_caching_options_only(names: Collection[str]) -> bool:
     inputs = {"dataset_config", "model_version", *_list_component_names()}
     caching = {name for name, verdict in MUSUBI_OPTIONS.items() if isinstance(verdict, CachingOption)}
-    ignored = {name for name, verdict in MUSUBI_OPTIONS.items() if verdict in (_TEXT_PRECISION, _OTHER_MODEL)}
+    ignored = {name for name, verdict in MUSUBI_OPTIONS.items() if verdict in (TEXT_PRECISION, _OTHER_MODEL)}
     is_known = set(names) <= inputs | caching | ignored | {
         "vae_cache_cpu",
         "vae_dtype",

@@ -7,6 +7,9 @@ from .option_needs import AnyOf, Has, HasValue, IsSet, IsUnset, Trait
 from .options import ALWAYS, Alias, define_option
 from .types import StepsOrRatio
 
+SCHEDULERS_WITH_ARGS = ("piecewise_constant", "cosine", "polynomial", "warmup_stable_decay", "rex")
+"""The values of ``lr_scheduler`` that take ``lr_scheduler_args``."""
+
 
 @dataclass(frozen=True)
 class OptimConfig:
@@ -76,6 +79,7 @@ class OptimConfig:
             IsUnset("lr_scheduler_type"),
         ),
         is_basic=True,
+        value_aliases=(("REX", "rex"), ("Rex", "rex")),
         metadata_key="ss_lr_scheduler",
     )
     lr_warmup_steps: StepsOrRatio = define_option(
@@ -92,9 +96,12 @@ class OptimConfig:
     )
     lr_scheduler_num_cycles: int = define_option(
         1,
-        "cosine_with_restarts: number of cycles",
+        "cosine_with_restarts: number of cycles; cosine_with_min_lr, warmup_stable_decay: of half cycles",
         minimum=0,
-        needs=(HasValue("lr_scheduler", ("cosine_with_restarts",)), IsUnset("lr_scheduler_type")),
+        needs=(
+            HasValue("lr_scheduler", ("cosine_with_restarts", "cosine_with_min_lr", "warmup_stable_decay")),
+            IsUnset("lr_scheduler_type"),
+        ),
         aliases=(Alias("lr_restart_cycles"),),
     )
     lr_scheduler_power: float = define_option(
@@ -111,7 +118,7 @@ class OptimConfig:
     )
     lr_scheduler_min_lr_ratio: float | None = define_option(
         None,
-        "cosine_with_min_lr, warmup_stable_decay: minimum learning rate as a ratio of the peak",
+        "cosine_with_min_lr, warmup_stable_decay, rex: minimum learning rate as a ratio of the peak",
         minimum=0,
         maximum=1,
         needs=(
@@ -120,6 +127,7 @@ class OptimConfig:
                 (
                     "cosine_with_min_lr",
                     "warmup_stable_decay",
+                    "rex",
                 ),
             ),
             IsUnset("lr_scheduler_type"),
@@ -132,11 +140,11 @@ class OptimConfig:
     )
     lr_scheduler_args: tuple[str, ...] = define_option(
         (),
-        "arguments of lr_scheduler_type or piecewise_constant as name=value, such as gamma=0.99",
+        "arguments of the scheduler as name=value, such as gamma=0.99, rex_alpha=0.1 or decay_type=linear",
         needs=(
             AnyOf(
-                (IsSet("lr_scheduler_type"), HasValue("lr_scheduler", ("piecewise_constant",))),
-                "only with lr_scheduler_type, or lr_scheduler piecewise_constant",
+                (IsSet("lr_scheduler_type"), HasValue("lr_scheduler", SCHEDULERS_WITH_ARGS)),
+                f"only with lr_scheduler_type, or lr_scheduler {', '.join(SCHEDULERS_WITH_ARGS)}",
             ),
         ),
     )

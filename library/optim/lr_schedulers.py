@@ -5,7 +5,8 @@ A schedule is not given to ``accelerator.prepare``, with which it would step onc
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -28,6 +29,9 @@ class ScheduleContext:
     warmup_steps: int
     decay_steps: int
 
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """The values of ``SCHEDULER_ARGS``."""
+
     @property
     def min_lr_ratio(self) -> float:
         return self.config.lr_scheduler_min_lr_ratio or 0.0
@@ -45,8 +49,13 @@ def _linear(progress: float, context: ScheduleContext) -> float:
     return 1.0 - progress
 
 
+def _compute_cosine_wave(progress: float, cycles: float) -> float:
+    """A half cycle falls from 1 to 0; more of them rise again without a jump."""
+    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * cycles * 2.0 * progress)))
+
+
 def _cosine(progress: float, context: ScheduleContext) -> float:
-    return 0.5 * (1.0 + math.cos(math.pi * progress))
+    return _compute_cosine_wave(progress, context.arguments["num_cycles"])
 
 
 def _cosine_with_restarts(progress: float, context: ScheduleContext) -> float:
@@ -56,19 +65,22 @@ def _cosine_with_restarts(progress: float, context: ScheduleContext) -> float:
 
 
 def _cosine_with_min_lr(progress: float, context: ScheduleContext) -> float:
-    return _cosine(progress, context) * (1.0 - context.min_lr_ratio) + context.min_lr_ratio
+    wave = _compute_cosine_wave(progress, context.config.lr_scheduler_num_cycles / 2)
+    return wave * (1.0 - context.min_lr_ratio) + context.min_lr_ratio
 
 
 def _polynomial(progress: float, context: ScheduleContext) -> float:
-    """Decays to transformers' ``lr_end`` of 1e-7 (an absolute learning rate)."""
+    """Decays to ``lr_end``, an absolute learning rate."""
     peak = context.config.learning_rate
-    floor = min(1e-7 / peak, 1.0) if peak else 0.0
+    floor = min(context.arguments["lr_end"] / peak, 1.0) if peak else 0.0
     return float((1.0 - floor) * (1.0 - progress) ** context.config.lr_scheduler_power + floor)
 
 
 def _rex(progress: float, context: ScheduleContext) -> float:
-    """Reflected exponential: stays high for long and falls fast at the end."""
-    return (1.0 - progress) / (1.0 - progress / 2)
+    """Reflected exponential: stays high for long and falls fast at the end, the more so the smaller ``rex_alpha``."""
+    alpha, beta = context.arguments["rex_alpha"], context.arguments["rex_beta"]
+    curve = (1.0 - progress) / (alpha + beta - beta * progress)
+    return float(context.min_lr_ratio + (1.0 - context.min_lr_ratio) * curve)
 
 
 PROGRESS_SCHEDULES: Mapping[str, ProgressFactor] = {
@@ -92,15 +104,58 @@ def _build_inverse_sqrt(context: ScheduleContext) -> LRSchedule:
 
 
 def _build_warmup_stable_decay(context: ScheduleContext) -> LRSchedule:
-    """Build a constant schedule with a cosine decay over the last ``lr_decay_steps``."""
-    start = context.total_steps - context.decay_steps
+    """Build a constant schedule with a decay over the last ``lr_decay_steps``, by default that of a cosine."""
+    start, lowest, kind = context.total_steps - context.decay_steps, context.min_lr_ratio, context.arguments
 
     def factor(step: int) -> float:
         if step < start:
             return 1.0
-        return _cosine_with_min_lr(min((step - start) / max(1, context.decay_steps), 1.0), context)
+        progress = min((step - start) / max(1, context.decay_steps), 1.0)
+        if kind["decay_type"] == "cosine":
+            return _cosine_with_min_lr(progress, context)
+        rest = 1.0 - (progress if kind["decay_type"] == "linear" else math.sqrt(progress))
+        return rest * (1.0 - lowest) + lowest
 
     return factor
+
+
+WARMUP_CURVES: Mapping[str, Callable[[float], float]] = {
+    "linear": lambda progress: progress,
+    "cosine": lambda progress: 0.5 * (1.0 - math.cos(math.pi * progress)),
+    "1-sqrt": lambda progress: 1.0 - math.sqrt(1.0 - progress),
+}
+"""The shapes of warmup and decay of ``warmup_stable_decay``."""
+
+SCHEDULER_ARGS: Mapping[str, Mapping[str, float | str]] = {
+    "cosine": {"num_cycles": 0.5},
+    "polynomial": {"lr_end": 1e-7},
+    "warmup_stable_decay": {"warmup_type": "linear", "decay_type": "cosine"},
+    "rex": {"rex_alpha": 0.5, "rex_beta": 0.5},
+}
+"""The ``lr_scheduler_args`` of schedules besides ``piecewise_constant``, with their defaults: those of transformers,
+and for ``rex`` those of its authors."""
+
+
+def _parse_scheduler_args(config: OptimConfig) -> dict[str, Any]:
+    """The arguments of the schedule, with its defaults; a mistake raises ``UserError``."""
+    name, known = config.lr_scheduler, SCHEDULER_ARGS.get(config.lr_scheduler, {})
+    arguments = dict[str, Any](known)
+    for key, text in split_keyword_args(config.lr_scheduler_args) if known else ():
+        if key not in known:
+            raise UserError(Problem("lr_scheduler_args", f"{name} takes {' and '.join(known)}, not {key}"))
+        word = (text or "").strip("'\"")
+        if isinstance(known[key], str):
+            if word not in WARMUP_CURVES:
+                raise UserError(Problem("lr_scheduler_args", f"{key} is {', '.join(WARMUP_CURVES)}; got {word}"))
+            arguments[key] = word
+            continue
+        try:
+            arguments[key] = float(word)
+        except ValueError:
+            arguments[key] = -1.0
+        if not 0 <= arguments[key] < math.inf or (key == "rex_alpha" and not arguments[key]):
+            raise UserError(Problem("lr_scheduler_args", f"{key} is a number above 0; got {word}"))
+    return arguments
 
 
 def _build_piecewise_constant(context: ScheduleContext) -> LRSchedule:
@@ -140,7 +195,7 @@ def build_lr_schedule(config: OptimConfig, total_steps: int) -> LRSchedule:
     warmup_steps, decay_steps = (
         steps.to_steps(total_steps) for steps in (config.lr_warmup_steps, config.lr_decay_steps)
     )
-    context = ScheduleContext(config, total_steps, warmup_steps, decay_steps)
+    context = ScheduleContext(config, total_steps, warmup_steps, decay_steps, _parse_scheduler_args(config))
     if config.lr_scheduler in STEP_SCHEDULES:
         after_warmup = STEP_SCHEDULES[config.lr_scheduler](context)
     else:
@@ -149,11 +204,12 @@ def build_lr_schedule(config: OptimConfig, total_steps: int) -> LRSchedule:
         def after_warmup(step: int) -> float:
             return progress_factor(min((step - warmup_steps) / remaining, 1.0), context)
 
-    start = context.min_lr_ratio if config.lr_scheduler == "warmup_stable_decay" else 0.0
+    start = context.min_lr_ratio if config.lr_scheduler in ("warmup_stable_decay", "rex") else 0.0
+    curve = WARMUP_CURVES[context.arguments.get("warmup_type", "linear")]
 
     def factor(step: int) -> float:
         if step < warmup_steps:
-            return start + (1.0 - start) * step / warmup_steps
+            return start + (1.0 - start) * curve(step / warmup_steps)
         return after_warmup(step)
 
     return factor

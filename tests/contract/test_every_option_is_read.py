@@ -12,7 +12,7 @@ import pytest
 from problem_lines import format_lines
 
 from library.config import parse_config
-from library.config.kohya_compat import KOHYA_OPTIONS, NoEffectOption, NotYetSupported, OptionAlias, SecretOption
+from library.config.kohya_compat import KOHYA_OPTIONS, NoEffectOption, OptionAlias, SecretOption
 from library.config.options import iter_options
 from library.config.schema import RunConfig
 from library.dataset.schema import DATASET_KEYS
@@ -149,8 +149,8 @@ def list_option_status() -> dict[str, tuple[str, str]]:
         elif isinstance(verdict, NoEffectOption):
             status[name] = ("no effect", verdict.reason)
         else:
-            reason = verdict.reason.removeprefix("not yet: ").removeprefix("not supported: ")
-            status[name] = ("not yet" if isinstance(verdict, NotYetSupported) else "not supported", reason)
+            reason = verdict.reason.removeprefix("not supported: ")
+            status[name] = ("not supported", reason)
     return status
 
 
@@ -158,7 +158,7 @@ def format_page() -> str:
     """docs/sd_scripts_options.md."""
     status, scripts = list_option_status(), list_scripts()
     count = Counter(fate for fate, _ in status.values())
-    refused = {name: reason for name, (fate, reason) in status.items() if fate in ("not supported", "not yet")}
+    refused = {name: reason for name, (fate, reason) in status.items() if fate == "not supported"}
     lines = [
         "# The options of sd-scripts",
         "",

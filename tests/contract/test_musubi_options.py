@@ -4,7 +4,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from library.config.kohya_compat import NoEffectOption, NotYetSupported, OptionAlias, OtherScriptOption, SecretOption
+from library.config.kohya_compat import NoEffectOption, OptionAlias, OtherScriptOption, SecretOption
 from library.config.musubi_compat import MUSUBI_OPTIONS
 from library.config.options import iter_options
 from library.config.schema import RunConfig
@@ -36,8 +36,8 @@ def describe_option(name: str) -> tuple[str, str]:
         return "supported", f"sets `{verdict.variable}` of this process; stored nowhere"
     if isinstance(verdict, NoEffectOption):
         return "no effect", verdict.reason
-    status = {NotYetSupported: "not yet", OtherScriptOption: "other model"}.get(type(verdict), "not supported")
-    return status, verdict.reason.removeprefix("not yet: ")
+    status = "other model" if isinstance(verdict, OtherScriptOption) else "not supported"
+    return status, verdict.reason
 
 
 def describe_default(name: str) -> str:
@@ -68,7 +68,7 @@ def format_page() -> str:
         f"Of the {len(status)} options of its {len(SCRIPTS)} scripts `*_train_network.py`, {count['supported']} are"
         f" supported under the same name, {count['alias']} are aliases, {count['no effect']} have no effect on the"
         f" result and are named in one notice, {count['not supported']} are not supported, with a reason,"
-        f" {count['not yet']} are planned, and {count['other model']} are for models that cannot be trained here.",
+        f" and {count['other model']} are for models that cannot be trained here.",
         "",
         "What else a command of musubi-tuner sets where it says nothing: "
         + ", ".join(f"`{name} {str(OURS[name].musubi_default).lower()}`" for name in taken)

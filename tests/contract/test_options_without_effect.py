@@ -57,7 +57,7 @@ def find_name(location: str) -> str:
 def test_every_option_says_what_it_needs_or_that_it_always_has_an_effect():
     assert [option.name for option in OPTIONS.values() if option.needs is None] == []
     text = " ".join(format_help("train_lora.py").split())
-    assert "number of cycles (default: 1; needs lr_scheduler cosine_with_restarts, no lr_scheduler_type)" in text
+    assert "(default: 1; needs lr_scheduler polynomial, no lr_scheduler_type)" in text
     assert all(need.describe(option.name) for option in OPTIONS.values() for need in option.needs)
 
 

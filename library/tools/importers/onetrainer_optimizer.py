@@ -80,10 +80,13 @@ def _read_schedule(config: KeyReader, is_schedule_free: bool) -> None:
         result.options |= {"lr_scheduler": "cosine_with_min_lr", "lr_scheduler_min_lr_ratio": ratio}
     elif name in ("LINEAR", "COSINE", "REX"):
         result.options["lr_scheduler"] = name.lower()
-        if ratio > 0:
-            config.list_change("learning_rate_min_factor", f"{name.lower()} ends at 0 here; use COSINE")
         if name == "REX":
-            config.list_change("learning_rate_scheduler", "(1 - p) / (1 - p / 2) here, (1 - p) / (1 - 0.9 p) there")
+            result.options["lr_scheduler_args"] = ["rex_alpha=0.1", "rex_beta=0.9"]
+            result.set_option("lr_scheduler_min_lr_ratio", ratio or None)
+            if ratio > 0 and warmup > 0:
+                config.list_change("learning_rate_warmup_steps", "begins at the minimum here, at 0 there", warmup)
+        elif ratio > 0:
+            config.list_change("learning_rate_min_factor", f"{name.lower()} ends at 0 here; use COSINE")
     elif name in ("COSINE_WITH_HARD_RESTARTS", "COSINE_WITH_RESTARTS"):
         result.options["lr_scheduler"] = "cosine_with_restarts"
         result.set_option("lr_scheduler_num_cycles", max(1, round(cycles)))

@@ -15,7 +15,6 @@ from library.config.help import format_config_as_toml, format_help, format_optio
 from library.config.kohya_compat import (
     KOHYA_OPTIONS,
     NoEffectOption,
-    NotYetSupported,
     OptionAlias,
     OtherScriptOption,
     SecretOption,
@@ -330,14 +329,6 @@ def test_aliases_set_the_option_they_stand_for(tmp_path):
         "gemma2": "text_encoder",
         "lr_restart_cycles": "lr_scheduler_num_cycles",
     }
-
-
-def test_reasons_of_planned_options_start_with_not_yet():
-    assert all(
-        verdict.reason.startswith("not yet: ") == isinstance(verdict, NotYetSupported)
-        for verdict in KOHYA_OPTIONS.values()
-        if isinstance(verdict, UnsupportedOption)
-    )
 
 
 def test_the_configuration_and_its_groups_are_frozen():

@@ -11,6 +11,7 @@ from library.cli import main
 from library.config import parse_config
 from library.config.help import format_config_as_toml
 from library.config.options import flatten_config
+from library.optim.lr_schedulers import build_lr_schedule
 from library.training.preflight import find_settings_problems, load_settings
 
 COMMANDS = json.loads((ROOT / "tests" / "data" / "musubi_commands.json").read_text("utf-8"))
@@ -100,6 +101,18 @@ def test_defaults_of_musubi_tuner_are_taken_and_named_with_those_that_differ():
     assert loaded.kohya_defaults == ("seed 42 (there another one for each run)",)
     own = load("--pretrained_model_name_or_path", "random:qwen_image:tiny")
     assert own.taken_defaults == {} and own.config.save.save_format == "auto"
+
+
+def test_rex_has_the_curve_of_musubi_tuner():
+    """Its curve is 0.1 and 0.9, and ends at a hundredth of the rate where nothing is said."""
+    optim = load(*QWEN, "--lr_scheduler", "rex", "--learning_rate", "1").config.optim
+    rates = [build_lr_schedule(optim, 10)(step) for step in (0, 5, 9, 10)]
+    assert rates == pytest.approx([1, 0.91, 0.531053, 0.01], abs=1e-6)
+    given = ["--lr_scheduler_args", "rex_alpha=0.5", "rex_beta=0.5", "--lr_scheduler_min_lr_ratio", "0"]
+    optim = load(*QWEN, "--lr_scheduler", "REX", "--learning_rate", "1", *given).config.optim
+    assert build_lr_schedule(optim, 10)(9) == pytest.approx(0.181818, abs=1e-6)
+    partly = load(*QWEN, "--lr_scheduler", "rex", "--lr_scheduler_args", "rex_alpha=0.2").config.optim
+    assert partly.lr_scheduler_args == ("rex_alpha=0.2", "rex_beta=0.9")
 
 
 def test_a_setting_replaces_the_default_of_musubi_tuner():

@@ -113,6 +113,14 @@ from library.training.preflight import find_settings_problems, load_settings
             {"sample_sampler": "it does not support zero_terminal_snr; previews use ddim"},
         ),
         ("--no_half_vae", {"no_half_vae": ""}),
+        (
+            "--pretrained_model_name_or_path random:hunyuan_image:tiny --network_module networks.lora_hunyuan_image"
+            " --fp8_vl",
+            {
+                "fp8_vl": "text encoders are not quantized; when their outputs are cached, they leave the device before"
+                " training"
+            },
+        ),
     ],
 )
 def test_a_setting_without_effect_is_named_and_set_back(flags, unused):

@@ -3,6 +3,7 @@
 import importlib.util
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,11 +12,11 @@ from problem_lines import format_lines
 from training_runs import train, write_images
 from transformers.optimization import get_scheduler
 
-from library.config.schema_optim import OptimConfig
+from library.config.schema_optim import SCHEDULERS_WITH_ARGS, OptimConfig
 from library.config.types import StepsOrRatio
 from library.errors import UserError
 from library.optim.ema import AdapterEMA
-from library.optim.lr_schedulers import PROGRESS_SCHEDULES, build_lr_schedule
+from library.optim.lr_schedulers import PROGRESS_SCHEDULES, SCHEDULER_ARGS, build_lr_schedule
 from library.optim.optimizers import (
     OPTIMIZERS,
     ParamGroup,
@@ -46,7 +47,8 @@ def list_reference_rates(config: OptimConfig, warmup: int, **specific) -> list[f
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
     specific |= {
         "cosine_with_restarts": {"num_cycles": config.lr_scheduler_num_cycles},
-        "cosine_with_min_lr": {"min_lr_rate": config.lr_scheduler_min_lr_ratio},
+        "cosine_with_min_lr": {"num_cycles": config.lr_scheduler_num_cycles / 2}
+        | {"min_lr_rate": config.lr_scheduler_min_lr_ratio},
         "polynomial": {"power": config.lr_scheduler_power},
     }.get(config.lr_scheduler, {})
     scheduler = get_scheduler(config.lr_scheduler, optimizer, warmup, STEPS, scheduler_specific_kwargs=specific)
@@ -123,6 +125,55 @@ def test_rex_has_its_closed_form():
     assert actual == pytest.approx([rest / (0.5 + 0.5 * rest) for rest in left])
 
 
+def test_rex_with_the_arguments_of_musubi_tuner_has_its_rates():
+    config = OptimConfig(
+        learning_rate=1.0,
+        lr_scheduler="rex",
+        lr_scheduler_min_lr_ratio=0.01,
+        lr_scheduler_args=("rex_alpha=0.1", "rex_beta=0.9"),
+    )
+    rates = [1.0, 0.989121, 0.975854, 0.959315, 0.938125, 0.91, 0.87087, 0.812703, 0.717143, 0.531053]
+    assert list_rates(config, 10) == pytest.approx(rates, abs=1e-6)
+    assert build_lr_schedule(config, 10)(10) == 0.01
+    warm = list_rates(replace(config, lr_warmup_steps=read_steps(4)), 14)
+    assert warm == pytest.approx([0.01, 0.2575, 0.505, 0.7525, *rates], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "arguments", "specific"),
+    [
+        ("cosine", ("num_cycles=1.5",), {"num_cycles": 1.5}),
+        ("polynomial", ("lr_end=1e-5",), {"lr_end": 1e-5, "power": 1.0}),
+        ("cosine_with_min_lr", (), {"num_cycles": 1.5}),
+        *(
+            (
+                "warmup_stable_decay",
+                (f"warmup_type={up}", f"decay_type='{down}'"),
+                {"warmup_type": up, "decay_type": down},
+            )
+            for up, down in (("cosine", "linear"), ("1-sqrt", "1-sqrt"), ("linear", "cosine"))
+        ),
+    ],
+)
+def test_arguments_and_cycles_mean_what_they_mean_to_transformers(scheduler, arguments, specific):
+    config = OptimConfig(
+        learning_rate=3e-4,
+        lr_scheduler=scheduler,
+        lr_scheduler_args=arguments,
+        lr_warmup_steps=read_steps(5),
+        lr_decay_steps=read_steps(9),
+        lr_scheduler_num_cycles=3,
+        lr_scheduler_min_lr_ratio=0.1,
+    )
+    if scheduler == "warmup_stable_decay":
+        specific = {**specific, "num_cycles": 1.5, "num_decay_steps": 9, "min_lr_ratio": 0.1}
+    assert list_rates(config) == pytest.approx(list_reference_rates(config, 5, **specific), rel=1e-9, abs=1e-15)
+
+
+def test_the_schedulers_with_arguments_are_those_whose_option_has_an_effect():
+    assert set(SCHEDULERS_WITH_ARGS) == {"piecewise_constant", *SCHEDULER_ARGS}
+
+
 @pytest.mark.parametrize("name", ["CosineAnnealingLR", "torch.optim.lr_scheduler.CosineAnnealingLR"])
 def test_a_scheduler_class_is_used_with_its_arguments(name):
     config = OptimConfig(learning_rate=3e-4, lr_scheduler_type=name, lr_scheduler_args=("T_max=20", "eta_min=1e-5"))
@@ -141,6 +192,9 @@ def test_a_scheduler_class_is_used_with_its_arguments(name):
         ({"lr_scheduler_type": "ReduceLROnPlateau"}, "missing 1 required positional argument: 'metrics'"),
         ({"lr_scheduler_type": "CosineAnnealingLR"}, "missing 1 required positional argument: 'T_max'"),
         ({"lr_scheduler_type": "StepLR", "lr_scheduler_args": ("step=3",)}, "StepLR does not take step"),
+        ({"lr_scheduler": "rex", "lr_scheduler_args": ("alpha=0.1",)}, "rex takes rex_alpha and rex_beta"),
+        ({"lr_scheduler": "rex", "lr_scheduler_args": ("rex_alpha=0",)}, "rex_alpha is a number above 0"),
+        ({"lr_scheduler": "warmup_stable_decay", "lr_scheduler_args": ("decay_type=sine",)}, "linear, cosine, 1-sqrt"),
         ({"lr_scheduler": "piecewise_constant"}, "takes step_rules=1:10,0.1:20,0.01"),
         (
             {"lr_scheduler": "piecewise_constant", "lr_scheduler_args": ("step_rules=1:20,0.1:10,0.01",)},

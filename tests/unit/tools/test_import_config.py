@@ -13,10 +13,12 @@ from problem_lines import format_lines
 
 from library.cli import EXIT_USER_ERROR, run_tool
 from library.config import parse_config
+from library.config.schema_optim import OptimConfig
 from library.config.types import StepsOrRatio
 from library.dataset.dataset_config import load_dataset_config
 from library.errors import UserError
 from library.optim.arguments import find_unknown_args, import_class
+from library.optim.lr_schedulers import build_lr_schedule
 from library.optim.optimizers import resolve_optimizer
 from library.tools.import_config import format_untaken, run_import_config
 from library.tools.importers.imported import Unsupported
@@ -606,6 +608,20 @@ def test_onetrainer_optimizers_keep_their_arguments(name):
     content = {**load("onetrainer_flux.json"), "optimizer": {"optimizer": name, **given}}
 
     assert import_content("onetrainer_flux.json", content).options["optimizer_args"] == expected
+
+
+def test_the_rex_schedule_of_onetrainer_keeps_its_curve_and_its_end():
+    content = json.loads((DATA / "onetrainer_sdxl.json").read_text("utf-8"))
+    content |= {"learning_rate_scheduler": "REX", "learning_rate_min_factor": 0.05, "learning_rate_warmup_steps": 0}
+    result = import_content("onetrainer_sdxl.json", content)
+    optim = OptimConfig(
+        lr_scheduler=result.options["lr_scheduler"],
+        lr_scheduler_args=tuple(result.options["lr_scheduler_args"]),
+        lr_scheduler_min_lr_ratio=result.options["lr_scheduler_min_lr_ratio"],
+    )
+    progress = 0.7
+    expected = 0.05 + 0.95 * (1 - progress) / (0.1 + 0.9 * (1 - progress))
+    assert build_lr_schedule(optim, 10)(7) == pytest.approx(expected, rel=1e-9)
 
 
 def test_switches_of_onetrainer_optimizers_are_listed():
