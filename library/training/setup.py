@@ -54,6 +54,7 @@ from .nan_and_oom_handling import BadSamples, NanGuard, OomRecovery
 from .network_weights import InitialWeights, keep_idle_layers, load_network_weights
 from .param_groups import build_param_groups
 from .preflight import check_objective
+from .preservation import OutputPreservation
 from .state import NullMetricLogger, TrainingRun, TrainState
 from .task import DiffusionTask
 from .trainable_modules import (
@@ -137,6 +138,8 @@ def build_run(
         config, strategy, family, pipe, model, objective=objective, readers=cache_readers, dropout=dropout, plan=plan
     )
     task = replace(task, resolution_sides=prepared.list_resolution_sides())
+    if config.preservation.active_option is not None:
+        task = replace(task, preservation=OutputPreservation(config.preservation, strategy.unwrap_model(model)))
     _prepare_cuda_graphs(strategy, model)
     loader = _build_loader(strategy, prepared, plan, cache_readers)
     if strategy.comm.is_main:
