@@ -7,6 +7,7 @@ differ: the caption with the class word instead of the trigger (differential out
 The captions are rewritten in ``config.schema_objective``; ``training.task`` adds the loss to that of the images.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,11 +17,13 @@ from torch import Tensor, nn
 
 from ..adapters.injection import bypass_lora
 from ..config.schema_objective import PreservationConfig
-from ..dataloader.batch import Batch, Cond
+from ..dataloader.batch import Batch
 from ..diffusion.objective import NoisyBatch
 from ..errors import ConfigError
 from ..models.base import Family
 from ..problems import Problem
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -63,18 +66,22 @@ class OutputPreservation:
             return family.predict(pipe, self._model, noised.latents, noised.timesteps, batch)
 
     def build_output(
-        self, family: Family, pipe: Any, noised: NoisyBatch, batch: Batch, cond: Cond, weights: Tensor
+        self, family: Family, pipe: Any, noised: NoisyBatch, batch: Batch, weights: Tensor
     ) -> PreservedOutput:
-        """Build the batch of other texts, whose target is the prediction of the base model."""
-        other = replace(batch, cond=cond)
-        target = self.predict(family, pipe, noised, other)
-        return PreservedOutput(other, replace(noised, target=target), weights)
+        """Let the base model predict the target of a batch of other texts."""
+        target = self.predict(family, pipe, noised, batch)
+        return PreservedOutput(batch, replace(noised, target=target), weights)
 
 
-def check_trigger(config: PreservationConfig, captions: Sequence[str]) -> str | None:
-    """Raise if no caption contains the trigger; otherwise say how many do, if there is one."""
+def build_preservation(config: PreservationConfig, model: nn.Module) -> OutputPreservation | None:
+    """Build the preservation of a run, if it has one; ``model`` is as ``OutputPreservation`` takes it."""
+    return None if config.active_option is None else OutputPreservation(config, model)
+
+
+def check_trigger(config: PreservationConfig, captions: Sequence[str]) -> None:
+    """Raise if no caption contains the trigger; otherwise log how many do, if there is one."""
     if not config.is_differential:
-        return None
+        return
     count = sum(config.replace_trigger(caption) is not None for caption in captions)
     if not count:
         problem = Problem(
@@ -84,4 +91,4 @@ def check_trigger(config: PreservationConfig, captions: Sequence[str]) -> str | 
             others=("diff_output_preservation_class",),
         )
         raise ConfigError([problem])
-    return f"differential output preservation: {count} of {len(captions)} captions contain the trigger"
+    logger.info("differential output preservation: %d of %d captions contain the trigger", count, len(captions))

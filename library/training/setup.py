@@ -54,7 +54,7 @@ from .nan_and_oom_handling import BadSamples, NanGuard, OomRecovery
 from .network_weights import InitialWeights, keep_idle_layers, load_network_weights
 from .param_groups import build_param_groups
 from .preflight import check_objective
-from .preservation import OutputPreservation
+from .preservation import build_preservation
 from .state import NullMetricLogger, TrainingRun, TrainState
 from .task import DiffusionTask
 from .trainable_modules import (
@@ -138,8 +138,6 @@ def build_run(
         config, strategy, family, pipe, model, objective=objective, readers=cache_readers, dropout=dropout, plan=plan
     )
     task = replace(task, resolution_sides=prepared.list_resolution_sides())
-    if config.preservation.active_option is not None:
-        task = replace(task, preservation=OutputPreservation(config.preservation, strategy.unwrap_model(model)))
     _prepare_cuda_graphs(strategy, model)
     loader = _build_loader(strategy, prepared, plan, cache_readers)
     if strategy.comm.is_main:
@@ -254,6 +252,7 @@ def _build_task(
         text_reader=readers.text_reader,
         trains_text_encoders=bool(select_trained_text_encoders(config.adapter, config.optim, family.facts)),
         dropout=dropout,
+        preservation=build_preservation(config.preservation, strategy.unwrap_model(model)),
         samples_per_step=plan.samples_per_step,
         pads_texts=config.parallel.pp_size > 1,
     )

@@ -137,15 +137,20 @@ class DiffusionTask:
             with torch.no_grad():
                 cond = self._encode_other_captions(pixel_batch, texts.captions)
             weights = self.to_device(texts.weights)
-            outputs.append(self.preservation.build_output(self.family, self.pipe, noised, batch, cond, weights))
+            other = replace(batch, cond=cond)
+            outputs.append(self.preservation.build_output(self.family, self.pipe, noised, other, weights))
         return tuple(outputs)
 
     def _encode_other_captions(self, pixel_batch: PixelBatch, captions: Sequence[str]) -> Cond:
-        """Encode other captions of the samples with their control images, or read them from the cache."""
+        """Encode other captions of the samples with their control images, or read them from the cache.
+
+        The batch of a memory estimate has conditioning without a cache, and other captions have the same shapes.
+        """
         if self.text_reader is not None:
             cached = self.text_reader.read_cond(captions, pixel_batch.control_keys)
             return self._encode_captions(captions, cached)
-        return self._encode_captions(captions, None, self._list_control_images(pixel_batch))
+        controls = self._list_control_images(pixel_batch) if pixel_batch.cond is None else ()
+        return self._encode_captions(captions, pixel_batch.cond, controls)
 
     def compute_losses(self, inputs: StepInputs, denoiser: nn.Module | None = None) -> Tensor:
         """Compute the loss of each sample (B,), before its weight, on the device alone.

@@ -106,10 +106,12 @@ def test_a_caption_without_the_trigger_has_the_gradient_of_its_image_alone():
     assert all(torch.equal(grad, others[name]) for name, grad in gradients.items())
 
 
-def test_a_trigger_is_replaced_as_whole_words_in_any_case():
+def test_a_trigger_is_replaced_as_whole_words_in_any_case(caplog):
     config = PreservationConfig(r"a \1 dog", "mika dog")
     assert config.replace_trigger("Mika Dog, mika dog!") == r"a \1 dog, a \1 dog!"
     assert config.replace_trigger("mika dogs") is None
-    assert check_trigger(config, ["a mika dog", "a tree"]).endswith("1 of 2 captions contain the trigger")
+    with caplog.at_level("INFO"):
+        check_trigger(config, ["a mika dog", "a tree"])
+    assert caplog.messages == ["differential output preservation: 1 of 2 captions contain the trigger"]
     with pytest.raises(ConfigError, match="no caption contains 'mika dog'"):
         check_trigger(config, ["a tree"])
