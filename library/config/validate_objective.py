@@ -38,6 +38,7 @@ def validate_preservation_options(config: RunConfig) -> Iterator[Problem]:
         return
     obstacles = {
         "pp_size": (config.parallel.pp_size > 1, "a pipeline runs one forward pass for each micro-batch"),
+        "gpu_memory": (config.train.gpu_memory is not None, "memory estimates do not count its second forward pass"),
         "cuda_graphs": (config.distributed.cuda_graphs, "a graph has the adapter switched on"),
         "torch_compile": (config.distributed.torch_compile, "compiled blocks have the adapter switched on"),
     }

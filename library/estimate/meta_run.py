@@ -37,7 +37,6 @@ from ..parallel.quantize import FrozenConv2d, FrozenLinear
 from ..parallel.tensor_parallel import TensorParallel
 from ..training.network_weights import add_training_adapter, read_initial_weights
 from ..training.param_groups import build_param_groups
-from ..training.preservation import build_preservation
 from ..training.setup import build_objective
 from ..training.task import DiffusionTask
 from ..training.trainable_modules import build_trainable_modules, fuse_layers, get_trainable_parameters
@@ -307,7 +306,6 @@ class MetaRun:
             to_device=CopyStream(META),
             trains_text_encoders=bool(self.trained_encoders),
             pads_texts=pipeline,
-            preservation=build_preservation(config.preservation, self.trained),
         )
         self.encoding_peaks: dict[str, int] = {} if same_settings is None else same_settings.encoding_peaks
         """Peak bytes of the text encoders and of the VAE, where they are not cached."""

@@ -142,15 +142,11 @@ class DiffusionTask:
         return tuple(outputs)
 
     def _encode_other_captions(self, pixel_batch: PixelBatch, captions: Sequence[str]) -> Cond:
-        """Encode other captions of the samples with their control images, or read them from the cache.
-
-        The batch of a memory estimate has conditioning without a cache, and other captions have the same shapes.
-        """
+        """Encode other captions of the samples with their control images, or read them from the cache."""
         if self.text_reader is not None:
             cached = self.text_reader.read_cond(captions, pixel_batch.control_keys)
             return self._encode_captions(captions, cached)
-        controls = self._list_control_images(pixel_batch) if pixel_batch.cond is None else ()
-        return self._encode_captions(captions, pixel_batch.cond, controls)
+        return self._encode_captions(captions, None, self._list_control_images(pixel_batch))
 
     def compute_losses(self, inputs: StepInputs, denoiser: nn.Module | None = None) -> Tensor:
         """Compute the loss of each sample (B,), before its weight, on the device alone.

@@ -73,6 +73,7 @@ def test_settings_with_which_it_cannot_work_are_named_before_a_model_is_loaded(t
         (word, "needs the word that it replaces in captions: set diff_output_preservation_trigger"),
         ((*PRESERVE, "--pp_size", "2"), "cannot be combined with pp_size"),
         ((*PRESERVE, "--torch_compile"), "cannot be combined with torch_compile"),
+        ((*PRESERVE, "--gpu_memory", "24GB"), "cannot be combined with gpu_memory"),
     ):
         lines = format_lines(find_settings_problems(load_settings([*model, *flags])))
         assert any("diff_output_preservation_class" in line and text in line for line in lines), lines
