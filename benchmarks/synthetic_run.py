@@ -120,7 +120,7 @@ def _assemble_run(config: RunConfig, strategy: "Strategy", directory: Path) -> "
     text_components = list_cached_text_components(config.adapter, config.optim, family.facts)
     encoders = FrozenEncoders(strategy, family, detected, config.model, config.cache, text_components)
     prepared, latents = cache_latents(encoders, prepared)
-    cached = CacheReaders(latents, cache_text_encoder_outputs(encoders, prepared, plan, ()))
+    cached = CacheReaders(latents, cache_text_encoder_outputs(encoders, prepared, plan, (), config.preservation))
     pipe = load_training_pipeline(config, strategy, family, detected, cached, ())
     run, _ = build_run(config, strategy, family, pipe, prepared, plan, cached, starts)
     metrics = MetricsFile(directory / "metrics.jsonl", 0) if strategy.comm.is_main else None

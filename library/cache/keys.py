@@ -5,7 +5,7 @@ key.
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -67,12 +67,14 @@ def collect_run_captions(
     *,
     with_controls: bool = False,
     has_negative_encoding: bool = False,
+    list_more_texts: Callable[[str], Sequence[str]] = lambda _: (),
 ) -> dict[EncodedText, TextSource]:
     """Collect every caption of ``total_steps`` steps on any rank, the empty one included, each with a sample using it.
 
     Captions are drawn by a stateless generator, so the batch plan tells them before training.  Only samples whose
     captions vary need a walk through the plan.  ``with_controls``: the text encoder reads control images as well.
-    ``has_negative_encoding``: negative prompts are encoded in another way than captions.
+    ``has_negative_encoding``: negative prompts are encoded in another way than captions.  ``list_more_texts``: texts
+    that are encoded with the control images of a caption besides it.
     """
     texts = {} if with_controls else {EncodedText(""): TextSource()}
     for prompt in prompts:
@@ -83,7 +85,9 @@ def collect_run_captions(
 
     def add_view(view: SampleView, *, is_flipped: bool) -> None:
         key = augmenter.get_control_key(view.sample_index, is_flipped=is_flipped) if with_controls else ""
-        texts.setdefault(EncodedText(augmenter.draw_caption(view), key), TextSource(view.sample_index, is_flipped))
+        caption = augmenter.draw_caption(view)
+        for text in (caption, *list_more_texts(caption)):
+            texts.setdefault(EncodedText(text, key), TextSource(view.sample_index, is_flipped))
 
     samples = range(len(augmenter.manifest.samples))
     varying = {index for index in samples if find_varying_caption_keys(augmenter.get_subset(index))}

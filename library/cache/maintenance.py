@@ -174,6 +174,7 @@ def open_run_caches(config: RunConfig) -> Iterator[RunCaches]:
                     encoders,
                     prepared,
                     run_plan,
+                    config.preservation,
                     prompts=prompts,
                     cache_dirs=directories,
                     encoder_fingerprint=fingerprint,

@@ -12,6 +12,7 @@ from PIL.Image import Image, fromarray
 
 from ..config.options import iter_group_options
 from ..config.schema import ModelConfig
+from ..config.schema_objective import PreservationConfig
 from ..dataloader.augment import Augmenter
 from ..dataloader.images import BadSample, load_control_pixels, load_preview_controls
 from ..dataloader.prepare import PreparedData
@@ -101,7 +102,11 @@ class CaptionEncoder:
 
 
 def cache_text_encoder_outputs(
-    encoders: FrozenEncoders, prepared: PreparedData, run_plan: RunPlan, prompts: Sequence[Prompt]
+    encoders: FrozenEncoders,
+    prepared: PreparedData,
+    run_plan: RunPlan,
+    prompts: Sequence[Prompt],
+    preservation: PreservationConfig,
 ) -> TextReader | None:
     """Encode every caption of the run and the preview prompts, if ``--cache_text_encoder_outputs`` is set."""
     cache, comm = encoders.cache, encoders.strategy.comm
@@ -111,7 +116,13 @@ def cache_text_encoder_outputs(
     with open_cache_dirs(cache, comm, prepared, to_disk=to_disk) as directories:
         fingerprint = compute_text_encoder_fingerprint(encoders, directories[0]) if to_disk else TEMPORARY_FINGERPRINT
         spec, encoder = build_text_cache(
-            encoders, prepared, run_plan, prompts=prompts, cache_dirs=directories, encoder_fingerprint=fingerprint
+            encoders,
+            prepared,
+            run_plan,
+            preservation,
+            prompts=prompts,
+            cache_dirs=directories,
+            encoder_fingerprint=fingerprint,
         )
         store, _ = fill_cache(comm, spec, encoder, verify_existing=to_disk and not cache.skip_cache_check)
         open_shards(store, comm, to_disk=to_disk)
@@ -122,6 +133,7 @@ def build_text_cache(
     encoders: FrozenEncoders,
     prepared: PreparedData,
     run_plan: RunPlan,
+    preservation: PreservationConfig,
     prompts: Sequence[Prompt],
     cache_dirs: Sequence[Path],
     encoder_fingerprint: str,
@@ -136,6 +148,7 @@ def build_text_cache(
         prompts,
         with_controls=with_controls,
         has_negative_encoding=encoders.family.facts.text.has_negative_encoding,
+        list_more_texts=preservation.list_preserved_texts,
     )
     extent = " with their control images" if with_controls else ""
     logger.info("%d different captions%s in %d steps", len(texts), extent, run_plan.steps)

@@ -7,7 +7,7 @@ from .option_needs import AnyOf, Has, HasValue, IsSet, IsUnset, Needs, OfModel, 
 from .options import ALWAYS, Alias, define_option
 from .schema_data import CacheConfig, DataConfig, ValidateConfig
 from .schema_distributed import DeepSpeedConfig, DistributedConfig, ParallelConfig, ShardingConfig
-from .schema_objective import LossConfig, NoiseConfig
+from .schema_objective import LossConfig, NoiseConfig, PreservationConfig
 from .schema_optim import OptimConfig
 from .schema_output import LogConfig, PreviewConfig, SaveConfig, StateConfig
 from .types import MemorySize, StepRange
@@ -505,6 +505,7 @@ class RunConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     noise: NoiseConfig = field(default_factory=NoiseConfig)
     loss: LossConfig = field(default_factory=LossConfig)
+    preservation: PreservationConfig = field(default_factory=PreservationConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)

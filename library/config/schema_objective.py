@@ -1,5 +1,7 @@
-"""Options of the diffusion objective: noise, timesteps and loss."""
+"""Options of the diffusion objective: noise, timesteps, loss, and what the model should not change."""
 
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -267,3 +269,63 @@ class LossConfig:
         minimum=0,
         needs=(Has(Trait.DIFFUSION), Has(Trait.NOISE_PREDICTION)),
     )
+
+
+@dataclass(frozen=True)
+class PreservationConfig:
+    """Output preservation: texts for which the model should predict what it predicts without the LoRA."""
+
+    diff_output_preservation_class: str | None = define_option(
+        None,
+        "differential output preservation: with this word instead of the trigger in its captions, the model should "
+        "predict what it predicts without the LoRA, such as person; see docs/adapters.md",
+        needs=ALWAYS,
+    )
+    diff_output_preservation_trigger: str | None = define_option(
+        None,
+        "the word or words in captions that diff_output_preservation_class replaces",
+        needs=(IsSet("diff_output_preservation_class"),),
+    )
+    diff_output_preservation_multiplier: float = define_option(
+        1.0,
+        "weight of the loss of diff_output_preservation_class; 0 switches it off",
+        minimum=0,
+        needs=(IsSet("diff_output_preservation_class"),),
+    )
+    blank_prompt_preservation_multiplier: float = define_option(
+        0.0,
+        "weight of a loss that keeps what the model predicts without a caption as it is without the LoRA; 1 is usual",
+        minimum=0,
+        needs=ALWAYS,
+    )
+
+    @property
+    def is_differential(self) -> bool:
+        return bool(self.diff_output_preservation_class and self.diff_output_preservation_multiplier)
+
+    @property
+    def active_option(self) -> str | None:
+        """The option that asks for preservation; None without."""
+        if self.is_differential:
+            return "diff_output_preservation_class"
+        return "blank_prompt_preservation_multiplier" if self.blank_prompt_preservation_multiplier else None
+
+    def list_rewrites(self) -> Sequence[tuple[float, Callable[[str], str | None]]]:
+        """List the weight of each kind of preservation, and the text for a caption; None where it has none."""
+        rewrites: list[tuple[float, Callable[[str], str | None]]] = []
+        if self.is_differential:
+            rewrites.append((self.diff_output_preservation_multiplier, self.replace_trigger))
+        if self.blank_prompt_preservation_multiplier:
+            rewrites.append((self.blank_prompt_preservation_multiplier, lambda _: ""))
+        return rewrites
+
+    def list_preserved_texts(self, caption: str) -> list[str]:
+        """List the texts for which the output is preserved beside a caption, which is one of them where it stays."""
+        texts = (rewrite(caption) for _, rewrite in self.list_rewrites())
+        return [caption if text is None else text for text in texts]
+
+    def replace_trigger(self, caption: str) -> str | None:
+        """Replace the trigger, as whole words in any case, by the class; None where the caption has none."""
+        trigger, word = self.diff_output_preservation_trigger or "", self.diff_output_preservation_class or ""
+        text, count = re.subn(rf"(?<!\w){re.escape(trigger)}(?!\w)", lambda _: word, caption, flags=re.IGNORECASE)
+        return text if count else None

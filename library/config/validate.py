@@ -24,7 +24,7 @@ from .validate_distributed import (
     validate_precision,
     validate_profile_steps,
 )
-from .validate_objective import validate_objective_options
+from .validate_objective import validate_objective_options, validate_preservation_options
 from .validate_optim import (
     validate_learning_rates,
     validate_lr_scheduler,
@@ -65,6 +65,7 @@ def validate_config(config: RunConfig, explicit: ExplicitOptions) -> Iterator[Pr
         validate_log_options(config.log, explicit),
         validate_preview_options(config.preview),
         validate_objective_options(config.noise, config.loss),
+        validate_preservation_options(config),
         validate_device_map_options(config),
         validate_parallel_options(parallel, config.adapter, distributed, deepspeed),
         validate_resume_options(config.state),

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from ..problems import Problem
 from .option_needs import Circumstances, explain_no_effect
 from .options import Option, iter_group_options
+from .schema import RunConfig
 from .schema_objective import LossConfig, NoiseConfig
 from .unused_options import list_prediction_traits
 
@@ -19,6 +20,31 @@ def validate_objective_options(noise: NoiseConfig, loss: LossConfig) -> Iterator
     ):
         if value is not None and value <= 0:
             yield Problem(name, f"must be above 0, got {value:g}")
+
+
+def validate_preservation_options(config: RunConfig) -> Iterator[Problem]:
+    """Check output preservation, whose second forward pass not every engine has."""
+    preservation = config.preservation
+    option = preservation.active_option
+    trigger = (preservation.diff_output_preservation_trigger or "").strip()
+    if preservation.is_differential and not trigger:
+        yield Problem(
+            "diff_output_preservation_class",
+            "needs the word that it replaces in captions",
+            "set diff_output_preservation_trigger",
+            others=("diff_output_preservation_trigger",),
+        )
+    if option is None:
+        return
+    obstacles = {
+        "pp_size": (config.parallel.pp_size > 1, "a pipeline runs one forward pass for each micro-batch"),
+        "gpu_memory": (config.train.gpu_memory is not None, "memory estimates do not count its second forward pass"),
+        "cuda_graphs": (config.distributed.cuda_graphs, "a graph has the adapter switched on"),
+        "torch_compile": (config.distributed.torch_compile, "compiled blocks have the adapter switched on"),
+    }
+    for name, (is_used, reason) in obstacles.items():
+        if is_used:
+            yield Problem(option, f"cannot be combined with {name}: {reason}", "remove one of them", others=(name,))
 
 
 def _validate_timesteps(noise: NoiseConfig) -> Iterator[Problem]:

@@ -11,6 +11,7 @@ import numpy as np
 from ..cache.keys import build_latent_keys, collect_run_captions
 from ..cache.paths import format_bytes, resolve_cache_dirs
 from ..config.schema_data import CacheConfig
+from ..config.schema_objective import PreservationConfig
 from ..config.schema_output import PreviewConfig
 from ..dataloader.augment import Augmenter
 from ..dataloader.prepare import PreparedData
@@ -81,6 +82,7 @@ def estimate_caption_cache(
     sizes: EncodedSizes | None,
     preview: PreviewConfig,
     mixed_precision: str | None,
+    preservation: PreservationConfig,
     text_tokens_per_control: int = 0,
 ) -> CacheEstimate:
     """Estimate the text-encoder outputs of every caption and preview prompt of the run."""
@@ -88,7 +90,14 @@ def estimate_caption_cache(
     augmenter = Augmenter(prepared.manifest, prepared.assignments, seed, run_plan.steps)
     prompts, with_controls = load_preview_prompts(preview), text_tokens_per_control > 0
     plan, steps = run_plan.batch_plan, run_plan.steps
-    texts = collect_run_captions(augmenter, plan, steps, prompts, with_controls=with_controls)
+    texts = collect_run_captions(
+        augmenter,
+        plan,
+        steps,
+        prompts,
+        with_controls=with_controls,
+        list_more_texts=preservation.list_preserved_texts,
+    )
     precision = mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     num_bytes = None
     if sizes is not None:

@@ -117,12 +117,14 @@ def build_dry_run(config: RunConfig, data_parallel_size: int) -> DryRun:
         if detected.is_built_in
         else []
     )
+    if config.preservation.active_option is not None:
+        notes.append("memory estimates do not count the second forward pass of output preservation")
     plan = RunPlan.from_config(prepared.build_batch_plan(data_parallel_size, config.train), config.train, config.optim)
     arguments = config.cache, prepared, config.train.seed, plan, read_encoded_sizes(get_config_reader(detected))
     estimates = [estimate_latent_cache(*arguments, frame_rule)] if config.cache.caches_latents else []
     if config.cache.caches_text_outputs:
-        settings = config.preview, config.distributed.mixed_precision, facts.control.text_tokens_per_image
-        estimates.append(estimate_caption_cache(*arguments, *settings))
+        settings = config.preview, config.distributed.mixed_precision, config.preservation
+        estimates.append(estimate_caption_cache(*arguments, *settings, facts.control.text_tokens_per_image))
     trained = describe_trained_components(config.adapter, config.optim, facts)
     return DryRun(
         detected=detected,

@@ -126,6 +126,7 @@ def list_run_checks() -> Sequence[RunCheck]:
         lambda config, facts: validate_model.validate_cuda_graphs(
             config, facts.family, facts.supports_cuda_graphs, facts.device
         ),
+        lambda config, facts: validate_model.validate_preservation(config, facts.family, facts.is_compile_enabled),
         lambda config, facts: validate_model.validate_quantized_matmul(
             config.model, config.parallel, facts.mixed_precision, facts.device
         ),

@@ -49,6 +49,7 @@ from .nan_and_oom_handling import TooManyFailures
 from .network_weights import add_training_adapter, merge_base_weights, read_initial_weights
 from .output_lock import hold_output_lock
 from .preflight import RunFacts, check_output_dirs, check_run_settings
+from .preservation import check_trigger
 from .preview import Preview
 from .resume import Resume
 from .save_adapter import SaveAdapter
@@ -122,8 +123,7 @@ def _prepare_and_train(
     batch_sizes = {bucket.batch_size for bucket in plan.batch_plan.buckets}
     comm.assert_equal_across_ranks({"steps": plan.steps, "batch sizes": sorted(batch_sizes)})
     strategy.check_batch_sizes(batch_sizes, plan.batch_plan.accumulation_steps)
-    for line in prepared.format_summary(plan.batch_plan, plan.steps).splitlines():
-        logger.info("%s", line)
+    _log_dataset(config, prepared, plan)
     build_lr_schedule(config.optim, plan.steps)  # some schedulers fail for this number of steps
     resume = Resume(config, strategy, detected=detected, prepared=prepared, plan=plan, started_at=started_at)
     if resume.is_complete(plan):
@@ -134,7 +134,7 @@ def _prepare_and_train(
     prepared, latents = cache_latents(encoders, prepared)
     if len(prepared.manifest.samples) < num_images:  # images that could not be read were dropped
         plan = build_plan()
-    texts = cache_text_encoder_outputs(encoders, prepared, plan, prompts)
+    texts = cache_text_encoder_outputs(encoders, prepared, plan, prompts, config.preservation)
     readers = CacheReaders(latents, texts)
     pipe = load_training_pipeline(config, strategy, family, detected=detected, cache_readers=readers, prompts=prompts)
     merge_base_weights(pipe, initial_weights)
@@ -155,6 +155,13 @@ def _log_model(config: RunConfig, detected: DetectedModel) -> None:
     facts = get_family_facts(detected.family)
     logger.info("model family %s: %s", detected.family_name, detected.reason)
     logger.info("%s", describe_trained_components(config.adapter, config.optim, facts))
+
+
+def _log_dataset(config: RunConfig, prepared: PreparedData, plan: RunPlan) -> None:
+    """Log images and buckets, and check the captions for the trigger of output preservation."""
+    for line in prepared.format_summary(plan.batch_plan, plan.steps).splitlines():
+        logger.info("%s", line)
+    check_trigger(config.preservation, prepared.list_first_epoch_captions(plan.batch_plan, plan.steps))
 
 
 def _log_first_step(plan: RunPlan, resume: Resume) -> None:

@@ -54,6 +54,7 @@ from .nan_and_oom_handling import BadSamples, NanGuard, OomRecovery
 from .network_weights import InitialWeights, keep_idle_layers, load_network_weights
 from .param_groups import build_param_groups
 from .preflight import check_objective
+from .preservation import build_preservation
 from .state import NullMetricLogger, TrainingRun, TrainState
 from .task import DiffusionTask
 from .trainable_modules import (
@@ -251,6 +252,7 @@ def _build_task(
         text_reader=readers.text_reader,
         trains_text_encoders=bool(select_trained_text_encoders(config.adapter, config.optim, family.facts)),
         dropout=dropout,
+        preservation=build_preservation(config.preservation, strategy.unwrap_model(model)),
         samples_per_step=plan.samples_per_step,
         pads_texts=config.parallel.pp_size > 1,
     )

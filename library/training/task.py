@@ -24,6 +24,7 @@ from ..models.base import ControlTextFamily, Family, T5Family
 from ..models.text_encoding import encode_text_on_meta
 from ..parallel.async_copy import CopyStream
 from ..randomness import Purpose, derive_generator, derive_rng, derive_seed
+from .preservation import OutputPreservation, PreservedOutput
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class StepInputs:
     noised: NoisyBatch
     dropout_keys: Tensor | None
     """The keys of the samples for LoRA dropout."""
+    preserved: tuple[PreservedOutput, ...] = ()
+    """Other texts of the samples, for which the model should predict as the base model does."""
 
     @property
     def loss_weights(self) -> Tensor:
@@ -89,6 +92,7 @@ class DiffusionTask:
     text_reader: TextReader | None = None  # reads cached text encoder outputs
     trains_text_encoders: bool = False
     dropout: LoraDropout | None = None
+    preservation: OutputPreservation | None = None
     samples_per_step: int = 1
     """The most samples of an optimizer step over all ranks, by which ``num_timestep_buckets`` counts samples."""
     resolution_sides: tuple[int, ...] = ()
@@ -119,7 +123,30 @@ class DiffusionTask:
             partial(self.build_generators, step=step, global_positions=batch.global_positions),
             self._draw_timestep_buckets(step, batch.global_positions),
         )
-        return StepInputs(batch, noised, None if self.dropout is None else self.dropout.sample_keys)
+        dropout_keys = None if self.dropout is None else self.dropout.sample_keys
+        return StepInputs(batch, noised, dropout_keys, self._prepare_preserved(pixel_batch, batch, noised))
+
+    def _prepare_preserved(
+        self, pixel_batch: PixelBatch, batch: Batch, noised: NoisyBatch
+    ) -> tuple[PreservedOutput, ...]:
+        """Encode the texts for which the output is preserved, and predict their targets with the base model."""
+        if self.preservation is None:
+            return ()
+        outputs = []
+        for texts in self.preservation.list_texts(pixel_batch.captions):
+            with torch.no_grad():
+                cond = self._encode_other_captions(pixel_batch, texts.captions)
+            weights = self.to_device(texts.weights)
+            other = replace(batch, cond=cond)
+            outputs.append(self.preservation.build_output(self.family, self.pipe, noised, other, weights))
+        return tuple(outputs)
+
+    def _encode_other_captions(self, pixel_batch: PixelBatch, captions: Sequence[str]) -> Cond:
+        """Encode other captions of the samples with their control images, or read them from the cache."""
+        if self.text_reader is not None:
+            cached = self.text_reader.read_cond(captions, pixel_batch.control_keys)
+            return self._encode_captions(captions, cached)
+        return self._encode_captions(captions, None, self._list_control_images(pixel_batch))
 
     def compute_losses(self, inputs: StepInputs, denoiser: nn.Module | None = None) -> Tensor:
         """Compute the loss of each sample (B,), before its weight, on the device alone.
@@ -133,7 +160,17 @@ class DiffusionTask:
         predicted = self.family.predict(self.pipe, denoiser, noised.latents, noised.timesteps, batch)
         loss = self.objective.compute_elementwise_loss(predicted, noised)
         losses = reduce_loss_per_sample(loss, batch.mask, normalize_by_area=self.normalize_masked_loss)
+        for preserved in inputs.preserved:
+            losses = losses + preserved.weights * self._compute_preserved_losses(preserved, denoiser)
         return losses * self.objective.compute_loss_weights(noised.timesteps)
+
+    def _compute_preserved_losses(self, preserved: PreservedOutput, denoiser: nn.Module) -> Tensor:
+        """Compute the loss of each sample (B,) against the prediction of the base model, of the whole image."""
+        noised = preserved.noised
+        predicted = self.family.predict(self.pipe, denoiser, noised.latents, noised.timesteps, preserved.batch)
+        return reduce_loss_per_sample(
+            self.objective.compute_elementwise_loss(predicted, noised), None, normalize_by_area=False
+        )
 
     def record_losses(self, inputs: StepInputs, losses: Tensor, step: int) -> None:
         """Keep the losses of a micro-batch for logging."""

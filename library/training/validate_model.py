@@ -200,6 +200,23 @@ def validate_cuda_graphs(
         yield Problem("cuda_graphs", reason, fix)
 
 
+def validate_preservation(config: RunConfig, family: Family, is_compile_enabled: bool) -> Iterator[Problem]:
+    """The target of output preservation is that of frozen text encoders, and a model whose adapter is switched off."""
+    option = config.preservation.active_option
+    if option is None:
+        return
+    if select_trained_text_encoders(config.adapter, config.optim, family.facts):
+        yield Problem(
+            option, "text encoders are trained, so the base model has no texts", "add --network_train_unet_only"
+        )
+    if is_compile_enabled and not config.distributed.torch_compile:
+        yield Problem(
+            option,
+            "accelerate's settings ask for torch.compile, whose blocks have the adapter switched on",
+            "add --no-torch_compile",
+        )
+
+
 def validate_compile(family: Family, is_compile_enabled: bool) -> Iterator[Problem]:
     reason = family.facts.blocks.unsupported_strategies.get("compile")
     if is_compile_enabled and reason:

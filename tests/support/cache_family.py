@@ -103,7 +103,7 @@ class CachedRun:
         self.prepared, self.latents = cache_latents(encoders, self.prepared)
         batches = self.prepared.build_batch_plan(self.strategy.comm.world_size, self.config.train)
         self.plan = RunPlan.from_config(batches, self.config.train, self.config.optim)
-        self.texts = cache_text_encoder_outputs(encoders, self.prepared, self.plan, prompts)
+        self.texts = cache_text_encoder_outputs(encoders, self.prepared, self.plan, prompts, self.config.preservation)
 
     def build_loader(self) -> Any:
         return build_step_loader(

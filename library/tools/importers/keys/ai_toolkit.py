@@ -112,12 +112,19 @@ TRAIN_RULES: Mapping[str, Rule] = {
         " random_noise_multiplier do_signal_correction_noise do_batch_noise_correction do_signal_amplification"
         " random_noise_shift negative_prompt adaptive_scaling_factor match_noise_norm short_and_long_captions"
         " short_and_long_captions_encoder_split single_item_batching match_adapter_assist match_adapter_chance"
-        " inverted_mask_prior diff_output_preservation blank_prompt_preservation standardize_images"
+        " inverted_mask_prior standardize_images"
         " standardize_latents dynamic_noise_offset do_cfg do_random_cfg correct_pred_norm t0_loss_target do_fft_loss"
         " prompt_saturation_chance do_prior_divergence target_norm_std do_paramiter_swapping"
         " diffusion_feature_extractor_path latent_feature_extractor_path force_consistent_noise blended_blur_noise"
         " do_guidance_loss do_differential_guidance do_blank_stabilization max_loss train_turbo start_step"
         " unload_text_encoder linear_timesteps linear_timesteps2",
+    ),
+    "diff_output_preservation": Unsupported(
+        "set diff_output_preservation_trigger, diff_output_preservation_class and network_train_unet_only",
+        (False, None),
+    ),
+    "blank_prompt_preservation": Unsupported(
+        "set blank_prompt_preservation_multiplier and network_train_unet_only", (False, None)
     ),
     "prompt_dropout_prob": Unsupported("use caption_dropout_rate in the dataset file", (0, None)),
     "min_denoising_steps": Unsupported("min_timestep and max_timestep are nearest", (0, None)),
