@@ -60,6 +60,7 @@ from .unused_options import (
     resolve_trained_components,
 )
 from .validate import validate_config
+from .validate_full import resolve_text_encoder_rates
 
 Program = Literal["", "sd-scripts", "musubi-tuner"]
 
@@ -451,7 +452,7 @@ def _sort_switch_aliases_first(
 def _resolve_run_config(parsed: ParsedConfig) -> ParsedConfig:
     """Resolve learning rates of 0, drop options without effect, and check the options against each other."""
     adapter = resolve_lycoris_preset(parsed.config.adapter)
-    parsed = replace(parsed, config=replace(parsed.config, adapter=adapter))
+    parsed = replace(parsed, config=resolve_text_encoder_rates(replace(parsed.config, adapter=adapter)))
     if parsed.program == "musubi-tuner":
         parsed = _resolve_musubi_run(parsed)
     parsed = parsed.without_args(find_unused_args(adapter, parsed.config.optim))

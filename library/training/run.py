@@ -43,6 +43,7 @@ from . import checkpoint_dir
 from .callbacks import SaveReport, UpdateNorms, WeightsDiverged, WeightSyncCheck
 from .checkpoint import SaveCheckpoint
 from .failure_handling import FailureHandler
+from .full_weights import WeightChanges
 from .loop import train
 from .metrics import MetricsFile, TrainingLogger
 from .nan_and_oom_handling import TooManyFailures
@@ -52,6 +53,8 @@ from .preflight import RunFacts, check_output_dirs, check_run_settings
 from .preview import Preview
 from .resume import Resume
 from .save_adapter import SaveAdapter
+from .save_model import SaveModel
+from .save_weights import SaveWeights
 from .setup import build_run, load_training_pipeline, prepare_dataset
 from .state import Callback, StopRequested, TrainingRun
 from .validation_loss import Validation
@@ -144,8 +147,11 @@ def _prepare_and_train(
         config, strategy, family, pipe, prepared, plan=plan, cache_readers=readers, initial_weights=initial_weights
     )
     comm.log_all_reduce_time(sum(parameter.nbytes for parameter in run.parameters))
+    saver = _build_saver(run, adapter, detected, prepared, resume)
+    callbacks = _build_callbacks(run, saver, prepared, readers=readers, prompts=prompts, resume=resume)
+    if adapter is None and callbacks.validation is not None:  # while the weights are those of the base model
+        callbacks.validation.compute_base_losses(run)
     resume.restore(run)
-    callbacks = _build_callbacks(run, adapter, prepared, readers=readers, prompts=prompts, resume=resume)
     _train_and_save(
         run, callbacks, failure_handler, signals=signals, resume=resume, prompts=[prompt.text for prompt in prompts]
     )
@@ -211,7 +217,7 @@ class RunCallbacks:
     validation: Validation | None  # is None without validation images
     preview: Preview
     update_norms: UpdateNorms
-    save_adapter: SaveAdapter
+    save_adapter: SaveWeights
     save_report: SaveReport
     save_checkpoint: SaveCheckpoint
     profiler: "StepProfiler | None"
@@ -229,9 +235,23 @@ class RunCallbacks:
         return callbacks if self.profiler is None else self.profiler.wrap(callbacks)
 
 
+def _build_saver(
+    run: TrainingRun,
+    adapter: injection.Adapter | None,
+    detected: DetectedModel,
+    prepared: PreparedData,
+    resume: Resume,
+) -> SaveWeights:
+    """Build the callback that saves the LoRA file, or the model of a full training."""
+    config, started_at, retention = run.config.save, resume.started_at, resume.restore_retention()
+    if adapter is None:
+        return SaveModel(config, detected, prepared, started_at, retention)
+    return SaveAdapter(config, adapter, prepared, started_at, retention)
+
+
 def _build_callbacks(
     run: TrainingRun,
-    adapter: injection.Adapter,
+    save_adapter: SaveWeights,
     prepared: PreparedData,
     readers: CacheReaders,
     prompts: Sequence[Prompt],
@@ -242,7 +262,6 @@ def _build_callbacks(
     validation = build_validation_reader(
         prepared, config.validate.max_validation_steps, readers.latent_reader, readers.text_reader
     )
-    save_adapter = SaveAdapter(config.save, adapter, prepared, resume.started_at, resume.restore_retention())
     save_checkpoint = SaveCheckpoint(config.state, save_adapter, output_dir, resume.metadata)
     profiler = None
     if config.train.profile_steps is not None:
@@ -253,7 +272,7 @@ def _build_callbacks(
         weight_sync_check=WeightSyncCheck(config.distributed.check_sync_every_n_steps, [save_adapter, save_checkpoint]),
         validation=None if validation is None else Validation(config.validate, *validation),
         preview=Preview(config.preview, prompts, output_dir / "sample", name),
-        update_norms=UpdateNorms(),
+        update_norms=WeightChanges() if config.adapter.is_full else UpdateNorms(),
         save_adapter=save_adapter,
         save_report=SaveReport(
             save_adapter,
@@ -324,14 +343,14 @@ def _train_and_check_sync(run: TrainingRun, weight_sync_check: WeightSyncCheck) 
         raise
 
 
-def _save_partial_adapter(save_adapter: SaveAdapter, run: TrainingRun) -> None:
+def _save_partial_adapter(save_adapter: SaveWeights, run: TrainingRun) -> None:
     """Save what was trained so far; a failure must not hide why the run ended."""
     if not run.state.has_trained:
         return
     try:
-        save_adapter.save(run, f"{run.config.save.output_name}-step{run.state.step:08d}.safetensors")
+        save_adapter.save(run, f"{run.config.save.output_name}-step{run.state.step:08d}")
     except UserError as error:
-        logger.warning("the LoRA trained so far cannot be saved: %s", error)
+        logger.warning("the weights trained so far cannot be saved: %s", error)
 
 
 def _write_preview_grid(save: SaveConfig, prompts: Sequence[str], started_at: float) -> Path | None:
@@ -346,7 +365,7 @@ def _write_preview_grid(save: SaveConfig, prompts: Sequence[str], started_at: fl
 
 
 def _log_output_paths(callbacks: RunCallbacks, grid: Path | None) -> None:
-    logger.info("LoRA file: %s", callbacks.save_adapter.saved_paths[-1])
+    logger.info("%s: %s", callbacks.save_adapter.title, callbacks.save_adapter.saved_paths[-1])
     if callbacks.preview.output_dir.is_dir():
         logger.info("previews: %s", callbacks.preview.output_dir)
     if grid is not None:
