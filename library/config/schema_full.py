@@ -1,10 +1,10 @@
-"""Options of full fine-tuning (``--train full``): learning rates of parts, and the files of the model.
+"""Options of full fine-tuning (``--train full``): the learning rates of single text encoders.
 
 The choice itself, and which weights are trained, are in ``AdapterConfig``, which says what a run trains.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from .option_needs import HasValue, IsSet
 from .options import define_option
@@ -25,25 +25,11 @@ def _define_text_rate(which: str) -> Any:
 
 @dataclass(frozen=True)
 class FullConfig:
-    """Full fine-tuning: learning rates of text encoders, and how the model is saved."""
+    """Full fine-tuning: learning rates of text encoders, under their names in sd-scripts."""
 
     learning_rate_te: float | None = _define_text_rate("the text encoder")
     learning_rate_te1: float | None = _define_text_rate("the first text encoder")
     learning_rate_te2: float | None = _define_text_rate("the second text encoder")
-    stop_text_encoder_training: int | None = define_option(
-        None,
-        "train full: not supported, since the parameters of a run stay the same",
-        needs=(IS_FULL, IsSet("train_text_encoder")),
-        is_unset_by_zero=True,
-    )
-    save_model_as: Literal["diffusers", "safetensors"] = define_option(
-        "diffusers",
-        "train full: files of the model: a folder of diffusers with sharded safetensors; or safetensors: one file with "
-        "the original key names",
-        needs=(IS_FULL,),
-        changes_result=False,
-        value_aliases=(("diffusers_safetensors", "diffusers"),),
-    )
 
     @property
     def text_encoder_rates(self) -> tuple[float | None, ...]:

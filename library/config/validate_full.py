@@ -7,7 +7,6 @@ from dataclasses import replace
 from ..problems import Problem
 from .option_needs import Trait
 from .schema import RunConfig
-from .schema_optim import OptimConfig
 from .unused_options import list_config_traits
 
 _FROZEN_ONLY = "for frozen weights, and train full trains them"
@@ -28,19 +27,12 @@ def validate_full_training(config: RunConfig) -> Iterator[Problem]:
         return
     yield from _validate_base_options(config)
     yield from _validate_layout(config)
-    yield from _validate_text_encoders(config, config.optim)
+    yield from _validate_text_encoders(config)
     for pattern in config.adapter.train_modules:
         try:
             re.compile(pattern)
         except re.error as error:
             yield Problem("train_modules", f"{pattern!r} is no regular expression: {error}")
-    if config.full.save_model_as != "diffusers":
-        yield Problem(
-            "save_model_as",
-            "train full saves folders of diffusers only",
-            "use diffusers",
-            value=config.full.save_model_as,
-        )
 
 
 def _validate_base_options(config: RunConfig) -> Iterator[Problem]:
@@ -69,7 +61,7 @@ def _validate_base_options(config: RunConfig) -> Iterator[Problem]:
 
 
 def _validate_layout(config: RunConfig) -> Iterator[Problem]:
-    """Refuse the strategies that take the trained weights for replicated adapters."""
+    """Refuse the strategies that take all trained weights to be adapters, which every rank holds."""
     fix, adapter = "use DDP or one process", ("train",)
     for name, size in config.parallel.model_parallel_sizes.items():
         if size > 1:
@@ -82,13 +74,7 @@ def _validate_layout(config: RunConfig) -> Iterator[Problem]:
             yield Problem(option, "not supported with train full", fix, others=adapter)
 
 
-def _validate_text_encoders(config: RunConfig, optim: OptimConfig) -> Iterator[Problem]:
-    if config.full.stop_text_encoder_training is not None:
-        yield Problem(
-            "stop_text_encoder_training",
-            "the parameters of a run stay the same",
-            "train in two runs, the second without train_text_encoder",
-        )
+def _validate_text_encoders(config: RunConfig) -> Iterator[Problem]:
     singles = [name for name in ("learning_rate_te1", "learning_rate_te2") if getattr(config.full, name) is not None]
     if config.full.learning_rate_te is not None and singles:
         yield Problem(

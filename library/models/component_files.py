@@ -12,6 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ..atomic_files import fsync_file
+from ..distributed.devices import HOST
 from ..errors import UserError
 from ..problems import report_file
 
@@ -77,7 +78,7 @@ def write_safetensors(
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in names:
-            values = _cast(tensors[name], dtype)
+            values = cast_weight(tensors[name], dtype)
             if values.is_floating_point() and not bool(values.isfinite().all()):
                 raise UserError(report_file(path, f"{name} is not finite, or overflows {values.dtype}"))
             file.write(values.flatten().view(torch.uint8).numpy().data)
@@ -90,7 +91,7 @@ def verify_safetensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.d
         if set(file.keys()) != set(tensors):
             raise UserError(report_file(path, "has other tensors than were written"))
         for name, tensor in tensors.items():
-            if not torch.equal(file.get_tensor(name), _cast(tensor, dtype)):
+            if not torch.equal(file.get_tensor(name), cast_weight(tensor, dtype)):
                 raise UserError(report_file(path, f"{name} reads back other than written", "the disk may be faulty"))
 
 
@@ -117,5 +118,6 @@ def _count_bytes(tensor: Tensor, dtype: torch.dtype | None) -> int:
     return tensor.numel() * _get_dtype(tensor, dtype).itemsize
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return tensor.detach().to("cpu", _get_dtype(tensor, dtype)).contiguous()
+def cast_weight(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Copy a weight to host memory, in the dtype of the file; integers keep theirs."""
+    return tensor.detach().to(HOST, _get_dtype(tensor, dtype)).contiguous()

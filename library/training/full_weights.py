@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..adapters.component_key_names import clean_parameter_name
 from ..config.schema import AdapterConfig, RunConfig
 from ..config.schema_optim import OptimConfig
+from ..distributed.devices import HOST
 from ..errors import ConfigError, UserError
 from ..models.base import Family
 from ..models.facts import FamilyFacts
@@ -93,7 +94,7 @@ def sample_elements(weight: Tensor) -> Tensor:
     """Copy some elements of a weight, spread evenly over it, to host memory."""
     flat = weight.detach().reshape(-1)
     stride = -(-flat.numel() // MAX_SAMPLED_ELEMENTS)
-    return flat[::stride].to("cpu", torch.float32, copy=True)
+    return flat[::stride].to(HOST, torch.float32, copy=True)
 
 
 class WeightChanges(UpdateNorms):

@@ -149,12 +149,17 @@ def _prepare_and_train(
     comm.log_all_reduce_time(sum(parameter.nbytes for parameter in run.parameters))
     saver = _build_saver(run, adapter, detected, prepared, resume)
     callbacks = _build_callbacks(run, saver, prepared, readers=readers, prompts=prompts, resume=resume)
-    if adapter is None and callbacks.validation is not None:  # while the weights are those of the base model
-        callbacks.validation.compute_base_losses(run)
-    resume.restore(run)
+    _restore(run, callbacks.validation, resume)
     _train_and_save(
         run, callbacks, failure_handler, signals=signals, resume=resume, prompts=[prompt.text for prompt in prompts]
     )
+
+
+def _restore(run: TrainingRun, validation: Validation | None, resume: Resume) -> None:
+    """Load the checkpoint, if any; full training validates its base model before, whose weights it replaces."""
+    if run.config.adapter.is_full and validation is not None:
+        validation.compute_base_losses(run)
+    resume.restore(run)
 
 
 def _log_model(config: RunConfig, detected: DetectedModel) -> None:

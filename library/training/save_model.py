@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..adapters.component_key_names import clean_parameter_name
 from ..adapters.file_writer import SAVE_DTYPES
@@ -23,8 +23,9 @@ from ..dataloader.prepare import PreparedData
 from ..distributed.devices import HOST, MIXED_PRECISION_DTYPES
 from ..errors import UserError
 from ..models.base import Family
-from ..models.component_files import write_weights
+from ..models.component_files import cast_weight, write_weights
 from ..models.detect import DetectedModel, get_config_reader
+from ..models.loading import disable_progress_bars
 from ..models.model_configs import is_component, read_required
 from ..models.sampling import use_eval_mode
 from ..problems import report_file
@@ -113,27 +114,22 @@ class SaveModel(SaveWeights):
         return True
 
 
-def write_component(
-    folder: Path, model: nn.Module, dtype: torch.dtype | None, metadata: Mapping[str, str]
-) -> list[Path]:
+def write_component(folder: Path, model: Any, dtype: torch.dtype | None, metadata: Mapping[str, str]) -> None:
     """Write the configuration and the weights of a trained component, and verify the weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    source: Any = model
-    tensors = collect_weights(source)
-    if hasattr(source, "save_config"):  # of diffusers, where the files have the names of the modules
-        source.save_config(folder)
-        return write_weights(folder, "diffusion_pytorch_model", tensors, dtype, metadata)
-    config = source.config
-    config.architectures = [type(source).__name__]
-    config.save_pretrained(folder)
-    return write_weights(folder, "model", tensors, dtype, metadata)
-
-
-def collect_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return the weights and persistent buffers of a model by their names without compiled wrappers; tied ones once."""
-    tied = set(getattr(model, "_tied_weights_keys", None) or ())
-    state = {clean_parameter_name(name): tensor for name, tensor in model.state_dict().items()}
-    return {name: tensor for name, tensor in state.items() if name not in tied}
+    tensors = {clean_parameter_name(name): tensor for name, tensor in model.state_dict().items()}
+    if hasattr(model, "save_config"):  # of diffusers, whose files have the names of the modules
+        model.save_config(folder)
+        write_weights(folder, "diffusion_pytorch_model", tensors, dtype, metadata)
+        return
+    # transformers gives some weights other names in files, as those of the first releases.
+    tensors = {name: cast_weight(tensor, dtype) for name, tensor in tensors.items()}
+    with disable_progress_bars():
+        model.save_pretrained(folder, state_dict=dict(tensors))
+        read = type(model).from_pretrained(folder, dtype="auto", use_safetensors=True).state_dict()
+    for name, tensor in tensors.items():
+        if name not in read or not torch.equal(read[name], tensor):
+            raise UserError(report_file(folder, f"{name} reads back other than written", "the disk may be faulty"))
 
 
 def _replace_folder(temporary: Path, path: Path) -> None:

@@ -124,7 +124,7 @@ def build_run(
 ) -> tuple[TrainingRun, injection.Adapter | None]:
     """Inject the adapters, build optimizer, task and loader, and wrap the model; without callbacks and logger yet.
 
-    With ``--train full`` there are no adapters: the weights of the model are trained.
+    With ``--train full`` the weights of the model are trained, without adapters.
     """
     objective = build_objective(config.noise, config.loss, family, pipe)
     set_attention_mode(getattr(pipe, family.facts.denoiser_name), config.distributed.attn_mode)
@@ -139,9 +139,7 @@ def build_run(
     optimizer = _build_optimizer(config.optim, groups)
     compilation = _compile_or_fuse(config.distributed, config.train, config.cache, strategy, trained, prepared=prepared)
     model, optimizer = strategy.wrap(trained, optimizer, build_parallel_plan(family, trained.denoiser))
-    dropout = None
-    if adapter is not None:
-        dropout = build_lora_dropout(config.adapter, family, trained, adapter, strategy.get_sharded_tokens)
+    dropout = _build_dropout(config, strategy, family, trained, adapter)
     task = _build_task(
         config, strategy, family, pipe, model, objective=objective, readers=cache_readers, dropout=dropout, plan=plan
     )
@@ -151,7 +149,7 @@ def build_run(
     if strategy.comm.is_main:
         _warn_truncated_captions(family, pipe, prepared.list_first_epoch_captions(plan.batch_plan, plan.steps))
     lr_schedule = lr_schedulers.build_lr_schedule(config.optim, plan.steps)
-    max_norm, ema_decay = config.adapter.scale_weight_norms, config.optim.ema_decay
+    ema_decay = config.optim.ema_decay
     num_images = len({sample.image for sample in prepared.manifest.samples})
     trainable = [parameter for group in groups for parameter in group.parameters]
     run = TrainingRun(
@@ -169,9 +167,7 @@ def build_run(
         bad_samples=BadSamples(config.data.max_invalid_images, num_images),
         metric_logger=NullMetricLogger(),
         ema=None if ema_decay is None else AdapterEMA(trainable, ema_decay),
-        max_norm_regularizer=None
-        if max_norm is None or adapter is None
-        else MaxNormRegularizer(trained, adapter, max_norm),
+        max_norm_regularizer=_build_max_norm(config, trained, adapter),
         compilation=compilation,
         state=TrainState(step=plan.first_step),
     )
@@ -202,6 +198,21 @@ def _build_groups(
     if adapter is None:
         return build_full_param_groups(trained, config.optim, family.facts)
     return build_param_groups(trained, adapter, config.adapter, config.optim, family.facts)
+
+
+def _build_dropout(
+    config: RunConfig, strategy: Strategy, family: Family, trained: TrainableModules, adapter: injection.Adapter | None
+) -> LoraDropout | None:
+    if adapter is None:
+        return None
+    return build_lora_dropout(config.adapter, family, trained, adapter, strategy.get_sharded_tokens)
+
+
+def _build_max_norm(
+    config: RunConfig, trained: TrainableModules, adapter: injection.Adapter | None
+) -> MaxNormRegularizer | None:
+    max_norm = config.adapter.scale_weight_norms
+    return None if adapter is None or max_norm is None else MaxNormRegularizer(trained, adapter, max_norm)
 
 
 def _inject_adapters(
