@@ -264,7 +264,7 @@ class _SettingsReader:
 
     @cached_property
     def verdicts(self) -> Mapping[str, OptionVerdict]:
-        """What becomes of each option that is none of ours."""
+        """Say what becomes of each option that is none of ours."""
         verdicts = MUSUBI_OPTIONS if self.program == "musubi-tuner" else KOHYA_OPTIONS
         return select_full_verdicts(verdicts) if self.is_full else verdicts
 

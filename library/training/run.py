@@ -133,8 +133,7 @@ def _prepare_and_train(
         return
     _log_first_step(plan, resume)
 
-    num_images = len(prepared.manifest.samples)
-    prepared, latents = cache_latents(encoders, prepared)
+    num_images, (prepared, latents) = len(prepared.manifest.samples), cache_latents(encoders, prepared)
     if len(prepared.manifest.samples) < num_images:  # images that could not be read were dropped
         plan = build_plan()
     texts = cache_text_encoder_outputs(encoders, prepared, plan, prompts)
@@ -147,8 +146,8 @@ def _prepare_and_train(
         config, strategy, family, pipe, prepared, plan=plan, cache_readers=readers, initial_weights=initial_weights
     )
     comm.log_all_reduce_time(sum(parameter.nbytes for parameter in run.parameters))
-    saver = _build_saver(run, adapter, detected, prepared, resume)
-    callbacks = _build_callbacks(run, saver, prepared, readers=readers, prompts=prompts, resume=resume)
+    save = _build_saver(run, adapter, detected, prepared, resume)
+    callbacks = _build_callbacks(run, save, prepared, readers=readers, prompts=prompts, resume=resume)
     _restore(run, callbacks.validation, resume)
     _train_and_save(
         run, callbacks, failure_handler, signals=signals, resume=resume, prompts=[prompt.text for prompt in prompts]

@@ -122,10 +122,7 @@ def build_run(
     cache_readers: CacheReaders,
     initial_weights: InitialWeights,
 ) -> tuple[TrainingRun, injection.Adapter | None]:
-    """Inject the adapters, build optimizer, task and loader, and wrap the model; without callbacks and logger yet.
-
-    With ``--train full`` the weights of the model are trained, without adapters.
-    """
+    """Inject the adapters, build optimizer, task and loader, and wrap the model; without callbacks and logger yet."""
     objective = build_objective(config.noise, config.loss, family, pipe)
     set_attention_mode(getattr(pipe, family.facts.denoiser_name), config.distributed.attn_mode)
     trained, adapter = _select_trained_weights(config, family, pipe, initial_weights)
