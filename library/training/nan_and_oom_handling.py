@@ -113,7 +113,7 @@ class NanGuard:
     """Snapshot the run at every check; roll back when a loss or gradient was NaN or Inf, and skip that step."""
 
     def __init__(self, max_nan_steps: int, has_snapshots: bool = True):
-        """Set ``has_snapshots`` to False where a copy of all trained weights is too large; steps are checked one by one."""
+        """Set ``has_snapshots`` to False where copies of all weights are too large; each step is then checked."""
         self.max_nan_steps, self.has_snapshots = max_nan_steps, has_snapshots
         self.check_interval = CHECK_INTERVAL_STEPS
         """Steps between two checks; the same on all ranks, and kept in checkpoints."""

@@ -72,6 +72,19 @@ def test_full_training_gives_the_same_model_with_ddp_and_is_opened_by_diffusers(
 
 
 @pytest.mark.slow
+def test_weights_that_get_no_gradient_stay_as_they_are_with_ddp_as_well(even_dataset, tmp_path):
+    """The last norm of SDXL's first text encoder is computed, and its result is not used."""
+    flags = "--pretrained_model_name_or_path random:sdxl:tiny --optimizer_type AdamW --learning_rate 1e-3".split()
+    models = [read_weights(train_full(even_dataset, tmp_path / str(ranks), ranks, *flags)) for ranks in (1, 2)]
+
+    assert models[0].keys() == models[1].keys()
+    idle = [name for name in models[0] if name.startswith("text_encoder.") and "final_layer_norm" in name]
+    assert len(idle) == 2 and all(torch.equal(models[0][name], models[1][name]) for name in idle)
+    assert all(bool((models[0][name] == float(name.endswith("weight"))).all()) for name in idle)
+    assert max(float((models[0][name] - models[1][name]).abs().max()) for name in models[0]) < 1e-2
+
+
+@pytest.mark.slow
 def test_a_killed_full_training_resumes_to_the_bit(even_dataset, tmp_path):
     flags = "--optimizer_type AdamW --learning_rate 1e-3 --ema_decay 0.9 --save_every_n_steps 3 --save_state --lr_scheduler cosine".split()
     whole = train_full(even_dataset, tmp_path / "whole", 1, *flags)
