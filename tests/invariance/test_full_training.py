@@ -15,6 +15,7 @@ from training_runs import even_dataset, train
 
 from library.config import parse_config
 from library.models.component_files import write_weights
+from library.training.preflight import validate_output_files
 
 __all__ = ["even_dataset"]  # a fixture
 
@@ -112,6 +113,9 @@ def test_only_weights_that_match_a_pattern_are_trained_and_old_folders_are_remov
     assert not (tmp_path / "lora-step00000002").exists() and (tmp_path / "lora-step00000004").is_dir()
     metadata = json.loads((tmp_path / "lora" / "model_index.json").read_text())
     assert metadata["_class_name"] == "StableDiffusionPipeline"
+    parsed = parse_config([*SETTINGS, "--dataset_config", str(even_dataset), "--output_dir", str(tmp_path)]).config
+    problems = validate_output_files(parsed.save, parsed.state, parsed.train, has_ema=False)
+    assert [problem.fix for problem in problems] == ["add --overwrite, or --output_name lora-2"]
 
 
 def test_weights_are_written_in_shards_with_an_index_and_cast(tmp_path):
