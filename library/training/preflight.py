@@ -191,9 +191,8 @@ def validate_output_files(save: SaveConfig, state: StateConfig, train: TrainConf
         if any(find_checkpoints(folder, name)):
             return
     existing = _find_output_files(save, train, has_ema)
-    if state.auto_resume and not {name, f"{name}.safetensors"} & {
-        path.name for path in existing
-    }:  # it was killed before its first checkpoint
+    has_final = any(path.name in (name, f"{name}.safetensors") for path in existing)
+    if state.auto_resume and not has_final:  # it was killed before its first checkpoint
         return
     if existing:
         names = (f"{name}-{number}" for number in itertools.count(2))
@@ -204,7 +203,7 @@ def validate_output_files(save: SaveConfig, state: StateConfig, train: TrainConf
 
 
 def _find_output_files(save: SaveConfig, train: TrainConfig, has_ema: bool) -> list[Path]:
-    """The existing files and models with names that this run will write, as far as its length is known, sorted."""
+    """The existing files and models with names that this run will write, as far as its length is known."""
     pattern = re.compile(rf"{re.escape(save.output_name)}(-(\d{{6,}})|-step(\d{{8,}}))?(-ema)?(\.safetensors)?")
     epochs = 1 if save.save_n_epoch_ratio else save.save_every_n_epochs
     steps = save.save_every_n_steps
