@@ -86,7 +86,9 @@ def build_metadata(config: RunConfig, model: BaseModelMetadata, run: RunMetadata
             **_build_training_adapter_metadata(config.adapter),
             "ss_cache_latents": config.cache.caches_latents,
             **objective,
-            **_build_modelspec_metadata(config.save, config.noise, model, run, software),
+            **_build_modelspec_metadata(
+                config.save, config.noise, model, run, software, is_full=config.adapter.is_full
+            ),
             "modelspec.encoder_layer": str(config.model.clip_skip or 1),
         }
     )
@@ -168,9 +170,11 @@ def update_network_metadata(metadata: Mapping[str, str], before: NetworkSizes, n
 
 def _build_minimum_metadata(config: AdapterConfig, model: BaseModelMetadata, run: RunMetadata) -> dict[str, Any]:
     """Build the metadata that loaders and web UIs need, even with ``no_metadata``."""
+    base = {"ss_v2": model.is_version_2, "ss_base_model_version": model.base_model_version}
+    if config.is_full:
+        return base
     return {
-        "ss_v2": model.is_version_2,
-        "ss_base_model_version": model.base_model_version,
+        **base,
         "ss_network_module": config.network_module,
         "ss_network_dim": run.rank,
         "ss_network_alpha": run.alpha,
@@ -247,12 +251,18 @@ MODELSPEC_USER_KEYS: Mapping[str, str] = {
 
 
 def _build_modelspec_metadata(
-    save: SaveConfig, noise: NoiseConfig, model: BaseModelMetadata, run: RunMetadata, software: str
+    save: SaveConfig,
+    noise: NoiseConfig,
+    model: BaseModelMetadata,
+    run: RunMetadata,
+    software: str,
+    *,
+    is_full: bool,
 ) -> dict[str, Any]:
     width, height = run.resolution
     values = {
         "sai_model_spec": "1.0.1",
-        "architecture": f"{model.architecture}/lora",
+        "architecture": model.architecture if is_full else f"{model.architecture}/lora",
         "implementation": model.implementation,
         "implementation_version": software,
         "title": save.metadata_title or save.output_name,

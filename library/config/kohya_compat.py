@@ -39,6 +39,8 @@ class UnsupportedOption:
 
     reason: str
     accepted_values: tuple[Any, ...] = ()
+    in_full: "NoEffectOption | UnsupportedOption | None" = None
+    """What becomes of it with ``train full``, where that is not the same."""
 
     def accepts(self, value: Any) -> bool:
         """Whether a TOML value changes nothing; what Python takes for false leaves the option off, as in sd-scripts."""
@@ -112,16 +114,17 @@ TEXT_PRECISION = NoEffectOption(
 )
 
 _USE_DATASET_TOML = "use a dataset TOML (--dataset_config)"
-FULL_TRAINING = OtherScriptOption("for full fine-tuning or textual inversion; only LoRA adapters are trained here")
+FULL_TRAINING = OtherScriptOption(
+    "for full fine-tuning (--train full) or textual inversion; only a LoRA is trained here",
+    in_full=UnsupportedOption("not supported with train full; remove it"),
+)
 """Options of other scripts of sd-scripts and musubi-tuner than those for LoRA."""
 
 _BROKEN_IN_KOHYA = NoEffectOption("no effect in sd-scripts either")
 
-_TEXT_RATE = OtherScriptOption("for full fine-tuning; the rate of a LoRA of text encoders is text_encoder_lr")
 _FULL_TRAINING_OPTIONS = """
-    block_lr train_text_encoder stop_text_encoder_training
-    no_token_padding fused_optimizer_groups blockwise_fused_optimizers mem_eff_save num_last_block_to_freeze
-    diffusers_xformers use_safetensors token_string init_word num_vectors_per_token weights use_object_template
+    block_lr no_token_padding num_last_block_to_freeze learning_rate_te3
+    token_string init_word num_vectors_per_token weights use_object_template
     use_style_template skip_latents_validity_check double_blocks_to_swap single_blocks_to_swap use_t5xxl_cache_only
 """.split()
 
@@ -167,7 +170,19 @@ KOHYA_OPTIONS: dict[str, OptionVerdict] = {
     "zero3_init_flag": NoEffectOption("with zero_stage 3, parameters are sharded while loading"),
     "zero3_save_16bit_model": NoEffectOption("LoRA files are always complete; save_precision sets their dtype"),
     "skip_until_initial_step": NoEffectOption("the steps before initial_step are always skipped"),
-    "fused_backward_pass": NoEffectOption("an adapter is small; optimizer_args fused=True fuses the step"),
+    "fused_backward_pass": NoEffectOption("the optimizer steps after the backward pass, with the same result"),
+    **dict.fromkeys(
+        ("fused_optimizer_groups", "blockwise_fused_optimizers"),
+        replace(FULL_TRAINING, in_full=NoEffectOption("the optimizer steps after the backward pass")),
+    ),
+    **dict.fromkeys(
+        ("mem_eff_save", "use_safetensors"),
+        replace(FULL_TRAINING, in_full=NoEffectOption("files are safetensors, written tensor by tensor")),
+    ),
+    "stop_text_encoder_training": replace(
+        FULL_TRAINING,
+        in_full=UnsupportedOption("not supported: train in two runs, the second without train_text_encoder"),
+    ),
     "disable_mmap_load_safetensors": NoEffectOption("only how a file is read"),
     **dict.fromkeys(("vae_chunk_size", "vae_disable_cache"), NoEffectOption("the VAE encodes images whole")),
     "model_type": NoEffectOption("detected from the model files"),
@@ -201,20 +216,35 @@ KOHYA_OPTIONS: dict[str, OptionVerdict] = {
     "fp8_vl": TEXT_PRECISION,
     # saving
     "save_model_as": UnsupportedOption(
-        "LoRA files are safetensors; ckpt and pt files can run code when they are opened", ("safetensors",)
+        "LoRA files are safetensors; ckpt and pt files can run code when they are opened",
+        ("safetensors",),
+        in_full=UnsupportedOption(
+            "with train full the model is saved as a folder of diffusers; use diffusers_safetensors",
+            ("diffusers_safetensors", "diffusers"),
+        ),
     ),
     # model families
     "controlnet_model_name_or_path": NoEffectOption("for ControlNets only; sd-scripts does not read it for a LoRA"),
     **dict.fromkeys(("save_clip", "save_t5xxl", "t5xxl_device", "t5xxl_dtype"), _BROKEN_IN_KOHYA),
     **dict.fromkeys(_FULL_TRAINING_OPTIONS, FULL_TRAINING),
-    **dict.fromkeys([f"learning_rate_te{number}" for number in ("", 1, 2, 3)], _TEXT_RATE),
-    "train_t5xxl": OtherScriptOption("for full fine-tuning; a LoRA of T5 needs train_t5xxl=True in network_args"),
+    "train_t5xxl": OtherScriptOption(
+        "for full fine-tuning; a LoRA of T5 needs train_t5xxl=True in network_args",
+        in_full=UnsupportedOption("T5 is not trained in full"),
+    ),
     # options of this program that were removed
     "replay": UnsupportedOption(
         "removed; OUTPUT_NAME.nan-step*.json lists the images, timesteps and losses of a skipped step"
     ),
     "pp_cut": UnsupportedOption("removed: stages are always balanced by weights"),
 }
+
+
+def select_full_verdicts(verdicts: Mapping[str, OptionVerdict]) -> dict[str, OptionVerdict]:
+    """Say what becomes of each option with ``train full``; in files, too, those of full fine-tuning are not ignored."""
+    return {
+        name: verdict.in_full if isinstance(verdict, UnsupportedOption) and verdict.in_full is not None else verdict
+        for name, verdict in verdicts.items()
+    }
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +36,7 @@ from .kohya_compat import (
     is_from_kohya,
     read_secret,
     rename_kohya_value,
+    select_full_verdicts,
     take_unchecked_value,
 )
 from .musubi_compat import (
@@ -60,6 +62,7 @@ from .unused_options import (
     resolve_trained_components,
 )
 from .validate import validate_config
+from .validate_full import resolve_text_encoder_rates
 
 Program = Literal["", "sd-scripts", "musubi-tuner"]
 
@@ -207,7 +210,8 @@ def parse_config(argv: Sequence[str], config_class: type = RunConfig) -> ParsedC
     if is_musubi_run and (missing_model := find_missing_model(settings)):  # beside it no other problem matters
         problems[:], settings, is_musubi_run = [missing_model], [], False
         invalid_options |= options.keys()
-    reader = _SettingsReader(options, problems, invalid_options, program)
+    is_full = any(each.name == "train" and get_toml_value(each) == "full" for each in settings)
+    reader = _SettingsReader(options, problems, invalid_options, program, is_full)
     for setting in _sort_switch_aliases_first(settings, reader.verdicts):
         reader.read(setting)
     taken = _take_musubi_defaults(reader, settings) if is_musubi_run else {}
@@ -246,6 +250,8 @@ class _SettingsReader:
     invalid_options: set[str]
     program: Program
     """The program that unknown keys and values of the run TOML are taken for."""
+    is_full: bool = False
+    """Whether the settings ask for ``train full``."""
     values: dict[str, Any] = field(default_factory=dict)
     locations: dict[str, Place] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
@@ -256,10 +262,11 @@ class _SettingsReader:
     file_problems: dict[str, list[Problem]] = field(default_factory=dict)
     """What is wrong with the values of the run TOML, by the options that they would set."""
 
-    @property
+    @cached_property
     def verdicts(self) -> Mapping[str, OptionVerdict]:
-        """What becomes of each option that is none of ours."""
-        return MUSUBI_OPTIONS if self.program == "musubi-tuner" else KOHYA_OPTIONS
+        """Say what becomes of each option that is none of ours."""
+        verdicts = MUSUBI_OPTIONS if self.program == "musubi-tuner" else KOHYA_OPTIONS
+        return select_full_verdicts(verdicts) if self.is_full else verdicts
 
     def read(self, setting: RawSetting) -> None:
         spelled_name = setting.name
@@ -451,7 +458,7 @@ def _sort_switch_aliases_first(
 def _resolve_run_config(parsed: ParsedConfig) -> ParsedConfig:
     """Resolve learning rates of 0, drop options without effect, and check the options against each other."""
     adapter = resolve_lycoris_preset(parsed.config.adapter)
-    parsed = replace(parsed, config=replace(parsed.config, adapter=adapter))
+    parsed = replace(parsed, config=resolve_text_encoder_rates(replace(parsed.config, adapter=adapter)))
     if parsed.program == "musubi-tuner":
         parsed = _resolve_musubi_run(parsed)
     parsed = parsed.without_args(find_unused_args(adapter, parsed.config.optim))

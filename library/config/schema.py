@@ -7,6 +7,7 @@ from .option_needs import AnyOf, Has, HasValue, IsSet, IsUnset, Needs, OfModel, 
 from .options import ALWAYS, Alias, define_option
 from .schema_data import CacheConfig, DataConfig, ValidateConfig
 from .schema_distributed import DeepSpeedConfig, DistributedConfig, ParallelConfig, ShardingConfig
+from .schema_full import IS_FULL, IS_LORA, FullConfig
 from .schema_objective import LossConfig, NoiseConfig, PreservationConfig
 from .schema_optim import OptimConfig
 from .schema_output import LogConfig, PreviewConfig, SaveConfig, StateConfig
@@ -246,27 +247,47 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """Adapter: its type, rank, initial weights and what it is attached to."""
+    """What is trained, and the adapter: its type, rank, initial weights and what it is attached to."""
 
+    train: Literal["lora", "full"] = define_option(
+        "lora",
+        "what is trained: an adapter, or the weights of the model themselves (docs/full_finetuning.md)",
+        needs=ALWAYS,
+        is_basic=True,
+    )
+    train_text_encoder: bool = define_option(
+        False,
+        "train full: train the CLIP text encoders as well",
+        needs=(IS_FULL, Has(Trait.TEXT_ENCODERS)),
+    )
+    train_modules: tuple[str, ...] = define_option(
+        (),
+        "train full: regular expressions; only the weights of the denoiser whose names match one of them are trained",
+        needs=(IS_FULL, Has(Trait.TRAINED_DENOISER)),
+    )
     network_module: str = define_option(
         "networks.lora",
         "adapter type: networks.lora, networks.loha, networks.lokr, networks.oft, or lycoris.kohya with algo in "
         "network_args",
-        needs=ALWAYS,
+        needs=(IS_LORA,),
         is_public=True,
     )
     network_dim: int = define_option(
         4,
         "rank of the adapter",
         minimum=1,
-        needs=(IsUnset("dim_from_weights", "dim_from_weights takes it from network_weights"),),
+        needs=(IS_LORA, IsUnset("dim_from_weights", "dim_from_weights takes it from network_weights")),
         is_basic=True,
     )
     network_alpha: float = define_option(
         1.0,
         "LoRA alpha: the update is multiplied by alpha / rank; 0: the same as the rank",
         minimum=0,
-        needs=(Has(Trait.ALPHA), IsUnset("dim_from_weights", "dim_from_weights takes it from network_weights")),
+        needs=(
+            IS_LORA,
+            Has(Trait.ALPHA),
+            IsUnset("dim_from_weights", "dim_from_weights takes it from network_weights"),
+        ),
         is_basic=True,
     )
     network_dropout: float = define_option(
@@ -274,12 +295,12 @@ class AdapterConfig:
         "LoRA dropout: probability of zeroing each output of the down matrix",
         minimum=0,
         maximum=0.999,
-        needs=(Has(Trait.DROPOUT),),
+        needs=(IS_LORA, Has(Trait.DROPOUT)),
         metadata_key="ss_network_dropout",
         is_dropped_at_zero=True,
     )
     network_args: tuple[str, ...] = define_option(
-        (), "more adapter arguments as name=value, such as conv_dim=4; see docs/adapters.md", needs=ALWAYS
+        (), "more adapter arguments as name=value, such as conv_dim=4; see docs/adapters.md", needs=(IS_LORA,)
     )
     network_weights: str | None = define_option(
         None, "LoRA file to start from, saved by any program", needs=ALWAYS, is_path=True
@@ -305,7 +326,7 @@ class AdapterConfig:
         None,
         "max-norm regularization: scale down modules whose update has a larger norm (LoRA, LoHa, LoKr)",
         minimum=0.000001,
-        needs=ALWAYS,
+        needs=(IS_LORA,),
         is_unset_by_zero=True,
         metadata_key="ss_scale_weight_norms",
     )
@@ -313,11 +334,16 @@ class AdapterConfig:
         False,
         "train the denoiser only (U-Net or transformer); default: also the CLIP text encoders of Stable Diffusion and "
         "FLUX.1, as in sd-scripts",
-        needs=(Has(Trait.TEXT_ENCODERS),),
+        needs=(IS_LORA, Has(Trait.TEXT_ENCODERS)),
         is_basic=True,
         musubi_default=True,
     )
-    network_train_text_encoder_only: bool = define_option(False, "train the text encoders only", needs=ALWAYS)
+    network_train_text_encoder_only: bool = define_option(False, "train the text encoders only", needs=(IS_LORA,))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the weights of the model are trained, and no adapter."""
+        return self.train == "full"
 
     @property
     def trains_denoiser(self) -> bool:
@@ -325,6 +351,8 @@ class AdapterConfig:
 
     @property
     def trains_text_encoders(self) -> bool:
+        if self.is_full:
+            return self.train_text_encoder
         return self.network_train_text_encoder_only or not self.network_train_unet_only
 
 
@@ -502,6 +530,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    full: FullConfig = field(default_factory=FullConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     noise: NoiseConfig = field(default_factory=NoiseConfig)
     loss: LossConfig = field(default_factory=LossConfig)

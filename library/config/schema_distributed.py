@@ -6,6 +6,7 @@ from typing import Literal
 
 from .option_needs import AnyOf, Has, HasValue, LacksValue, Trait
 from .options import ALWAYS, Alias, define_option
+from .schema_full import IS_LORA
 from .types import DeviceMap
 
 
@@ -22,7 +23,7 @@ class DistributedConfig:
     )
     full_bf16: bool = define_option(
         False,
-        "adapter weights, gradients and optimizer state in bf16: half the memory, but small updates are rounded away",
+        "trained weights, gradients and optimizer state in bf16: half the memory, but small updates are rounded away",
         needs=ALWAYS,
         changes_result=False,
     )
@@ -34,6 +35,7 @@ class DistributedConfig:
         changes_result=False,
         aliases=(
             Alias("xformers", "xformers"),
+            Alias("diffusers_xformers", "xformers"),
             Alias("use_flash_attn", "flash"),
             Alias("flash_attn", "flash", program="musubi-tuner"),
             Alias("flash3", "flash3", program="musubi-tuner"),
@@ -44,6 +46,7 @@ class DistributedConfig:
         "LoRA layers in fewer kernels, norms that write half precision, and activations computed again in backward,"
         " for less time and memory; off: peft's layers, and norms in float32 as autocast has them",
         needs=(
+            IS_LORA,
             LacksValue("mixed_precision", ("no", "fp8"), "mixed_precision is neither fp16 nor bf16"),
             LacksValue("torch_compile", (True,), "torch_compile fuses by itself"),
         ),

@@ -5,6 +5,7 @@ from typing import Literal
 
 from .option_needs import AnyOf, Has, IsSet, IsUnset, LacksValue, Trait
 from .options import ALWAYS, define_option
+from .schema_full import IS_LORA
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class SaveConfig:
     save_format: Literal["auto", "kohya", "diffusers", "comfy"] = define_option(
         "auto",
         "key names: of sd-scripts (kohya), diffusers or ComfyUI; auto: the ones that most programs read",
-        needs=ALWAYS,
+        needs=(IS_LORA,),
         changes_result=False,
         musubi_default="kohya",
     )

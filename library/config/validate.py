@@ -24,6 +24,7 @@ from .validate_distributed import (
     validate_precision,
     validate_profile_steps,
 )
+from .validate_full import validate_full_training
 from .validate_objective import validate_objective_options, validate_preservation_options
 from .validate_optim import (
     validate_learning_rates,
@@ -82,6 +83,7 @@ def validate_config(config: RunConfig, explicit: ExplicitOptions) -> Iterator[Pr
         validate_block_swap_options(config.train, distributed),
         validate_cuda_graph_options(config),
         validate_profile_steps(config.train),
+        validate_full_training(config),
     )
     return chain.from_iterable(checks)
 

@@ -89,7 +89,7 @@ def load_pipeline(
     local_files_only = _uses_hub(model) and not is_hub_reachable()
     logger.info("loading %s of %s", ", ".join(components), model.path_or_id)
     for name in components:
-        with _raise_config_error(model, name), _disable_progress_bars():
+        with _raise_config_error(model, name), disable_progress_bars():
             # Older VAEs overflow in half precision; they are small and run once per image.
             precision = torch.float32 if name == "vae" else dtype
             component_class = import_model_class(*index[name])
@@ -122,7 +122,7 @@ def load_pipeline_on_meta(family: "Family", model: DetectedModel, dtype: torch.d
     local_files_only = _uses_hub(model) and not is_hub_reachable()
     for name in family.facts.components:
         component_class = import_model_class(*index[name])
-        with _raise_config_error(model, name), _disable_progress_bars():
+        with _raise_config_error(model, name), disable_progress_bars():
             if is_tokenizer(name):
                 loaded[name] = _load_component(
                     family,
@@ -276,7 +276,7 @@ def _raise_config_error(model: DetectedModel, component: str) -> Iterator[None]:
 
 
 @contextmanager
-def _disable_progress_bars() -> Iterator[None]:
+def disable_progress_bars() -> Iterator[None]:
     """Disable the progress bars of diffusers and transformers, which every process would draw."""
     enabled = [each for each in (diffusers_logging, transformers_logging) if each.is_progress_bar_enabled()]
     for each in enabled:

@@ -35,6 +35,7 @@ class DDPStrategy(Strategy):
                 return self.model, self.optimizer
             if self.comm.world_size > 1:
                 exclude_frozen_from_ddp(model)
+                self.accelerator.ddp_handler.find_unused_parameters = self.trains_base
             # accelerate passes the local rank as the device, and SLURM may show each process its own device only.
             with patch_environment(ACCELERATE_BYPASS_DEVICE_MAP="true"):
                 self.model, self.optimizer = self.accelerator.prepare(model, optimizer)

@@ -48,6 +48,8 @@ class StrategySettings:
     device_map: DeviceMap | None = None
     pp_schedule: str = "1f1b"
     uses_cuda_graphs: bool = False
+    trains_base: bool = False
+    """Whether the weights of the model are trained, of which some may have no part in the result."""
     is_stop_requested: Callable[[], bool] = lambda: False
     """Whether this process got a signal to stop the run."""
 
@@ -90,7 +92,7 @@ class Strategy(ABC):
         self.base_load_device = self.device
         """The device to which the base model is loaded, before ``wrap``."""
         self.straggler_monitor = StragglerMonitor(self.device, comm.world_size)
-        self.uses_cuda_graphs = settings.uses_cuda_graphs
+        self.uses_cuda_graphs, self.trains_base = settings.uses_cuda_graphs, settings.trains_base
         self.step_graphs: StepGraphs | None = None
         """The CUDA graphs of micro-batches, if there are any."""
         self._is_stop_requested = settings.is_stop_requested

@@ -45,6 +45,7 @@ def build_strategy(config: RunConfig, is_stop_requested: Callable[[], bool] = la
         device_map=config.parallel.device_map,
         pp_schedule=config.parallel.pp_schedule,
         uses_cuda_graphs=config.distributed.cuda_graphs,
+        trains_base=config.adapter.is_full,
         is_stop_requested=is_stop_requested,
     )
     strategy = STRATEGIES.get(select_strategy(settings))(comm, settings)

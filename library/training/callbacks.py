@@ -23,7 +23,7 @@ from ..optim.optimizers import use_eval_weights
 from ..report import preview_grid
 from ..report.page import RunSummary, write_report
 from ..trackers import collect_shareable_settings
-from .save_adapter import SaveAdapter
+from .save_weights import SaveWeights
 from .state import Callback, TrainingRun
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class SaveReport:
     is_deferrable = False
 
     def __init__(
-        self, save_adapter: SaveAdapter, plan_text: str, prompts: Sequence[str], metrics_path: Path, started_at: float
+        self, save_adapter: SaveWeights, plan_text: str, prompts: Sequence[str], metrics_path: Path, started_at: float
     ):
         self.save_adapter, self.prompts, self.metrics_path = save_adapter, prompts, metrics_path
         # Users share the page, so it must not show where their home directory is.

@@ -25,7 +25,7 @@ from ..parallel.async_copy import HostSnapshot
 from ..problems import Problem
 from . import checkpoint_dir
 from .checkpoint_retention import delete_old_checkpoints
-from .save_adapter import SaveAdapter
+from .save_weights import SaveWeights
 from .state import SkippedStep, TrainingRun, TrainState
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class SaveCheckpoint:
     id = "save_checkpoint"
     is_deferrable = False
 
-    def __init__(self, config: StateConfig, save_adapter: SaveAdapter, output_dir: Path, metadata: Mapping[str, Any]):
+    def __init__(self, config: StateConfig, save_adapter: SaveWeights, output_dir: Path, metadata: Mapping[str, Any]):
         self.config, self.save_adapter, self.output_dir, self.metadata = config, save_adapter, output_dir, metadata
         self._snapshot = HostSnapshot()
         self._writer: threading.Thread | None = None

@@ -72,7 +72,7 @@ def _delete_files_up_to(files: dict[int, list[Path]], last: int) -> None:
     for number in [number for number in files if number <= last]:
         for path in files.pop(number):
             try:
-                path.unlink(missing_ok=True)
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
                 logger.info("removed %s", path)
             except OSError as error:
                 logger.warning("%s: cannot be removed: %s", path, error.strerror)

@@ -126,10 +126,10 @@ class TrainingLogger:
     def log_steps(self, run: TrainingRun, metrics: Sequence[StepMetrics]) -> None:
         """Log the metrics of these steps; collective."""
         self.adapted_layers = self.adapted_layers or find_adapter_layers(run.strategy.unwrap_model(run.model))
-        update_norm = combine_norms(compute_layer_update_norms(self.adapted_layers).values())
         straggler = run.strategy.find_straggler()
         latest = {**compute_grouped_losses(run, metrics), **self._measure_throughput(run, metrics)}
-        latest["update/norm"] = update_norm
+        if self.adapted_layers:  # there are none in a full training
+            latest["update/norm"] = combine_norms(compute_layer_update_norms(self.adapted_layers).values())
         if straggler is not None:
             latest |= {"speed/slowest_rank": straggler.rank, "speed/lost_to_slowest": straggler.lost_fraction}
         for item in metrics:

@@ -112,8 +112,9 @@ CHECK_INTERVAL_SECONDS = 30.0
 class NanGuard:
     """Snapshot the run at every check; roll back when a loss or gradient was NaN or Inf, and skip that step."""
 
-    def __init__(self, max_nan_steps: int):
-        self.max_nan_steps = max_nan_steps
+    def __init__(self, max_nan_steps: int, has_snapshots: bool = True):
+        """Set ``has_snapshots`` to False where copies of all weights are too large; each step is then checked."""
+        self.max_nan_steps, self.has_snapshots = max_nan_steps, has_snapshots
         self.check_interval = CHECK_INTERVAL_STEPS
         """Steps between two checks; the same on all ranks, and kept in checkpoints."""
         self._started_at = time.perf_counter()
@@ -125,6 +126,8 @@ class NanGuard:
 
     def take_snapshot(self, run: TrainingRun) -> None:
         """Copy adapter, EMA and optimizer state to host memory; only fp16 waits for the device, to read its scale."""
+        if not self.has_snapshots:
+            return
         ema_params = run.ema.shadow_params if run.ema is not None else []
         parameters = [parameter.detach() for parameter in run.parameters]
         self._snapshot.capture({"parameters": parameters, "ema": ema_params, "optimizer": run.optimizer.state_dict()})
@@ -132,9 +135,13 @@ class NanGuard:
         scaler = run.strategy.accelerator.scaler
         self._scaler_state = None if scaler is None else scaler.state_dict()
 
-    def count_snapshot_bytes(self) -> int:
-        """Count the bytes of adapter, EMA and optimizer state, which are complete on every rank."""
-        return self._snapshot.count_bytes()
+    def count_snapshot_bytes(self, run: TrainingRun) -> int:
+        """Count the bytes of trained weights, EMA and optimizer state, which are complete on every rank."""
+        if self.has_snapshots:
+            return self._snapshot.count_bytes()
+        state = [value for each in run.optimizer.state.values() for value in each.values()]
+        ema_params = run.ema.shadow_params if run.ema is not None else []
+        return sum(each.nbytes for each in (*run.parameters, *ema_params, *state) if isinstance(each, Tensor))
 
     def restart_timer(self) -> None:
         """Restart the timer, so that warm-up and callbacks do not shorten the next check interval."""
@@ -180,7 +187,7 @@ class NanGuard:
     def should_step(self, run: TrainingRun, step_batches: StepBatches, metrics: StepMetrics) -> bool:
         """Whether to apply the update; after a rollback, skip and report the steps that are NaN or Inf."""
         step = run.state.step
-        if step >= self.check_each_step_until or is_finite(run, metrics):
+        if (self.has_snapshots and step >= self.check_each_step_until) or is_finite(run, metrics):
             return True
         bad = SkippedStep(step, float(metrics.loss), float(metrics.grad_norm))
         self.skipped_steps.append(bad)

@@ -120,6 +120,7 @@ def list_run_checks() -> Sequence[RunCheck]:
             facts.family,
             lambda: validate_model.load_denoiser_on_meta(facts.family, facts.detected),
         ),
+        lambda config, facts: validate_model.validate_trained_weights(config.adapter, facts.family, facts.detected),
         lambda config, facts: validate_model.validate_quantize_offload(
             config.model, config.train, facts.has_full_model, facts.can_quantize_base
         ),
@@ -191,20 +192,20 @@ def validate_output_files(save: SaveConfig, state: StateConfig, train: TrainConf
         if any(find_checkpoints(folder, name)):
             return
     existing = _find_output_files(save, train, has_ema)
-    final = folder / f"{name}.safetensors"
-    if state.auto_resume and final not in existing:  # it was killed before its first checkpoint
+    has_final = any(path.name in (name, f"{name}.safetensors") for path in existing)
+    if state.auto_resume and not has_final:  # it was killed before its first checkpoint
         return
     if existing:
         names = (f"{name}-{number}" for number in itertools.count(2))
-        free = next(each for each in names if not any(folder.glob(f"{glob.escape(each)}*.safetensors")))
+        free = next(each for each in names if not any(folder.glob(f"{glob.escape(each)}*")))
         more = f" and {len(existing) - 1} more files, such as {existing[1].name}," if len(existing) > 1 else ""
         found = f"{existing[0]}{more} exist" if more else f"{existing[0]} exists,"
         yield Problem("output_name", f"{found} from an earlier run", f"add --overwrite, or --output_name {free}")
 
 
 def _find_output_files(save: SaveConfig, train: TrainConfig, has_ema: bool) -> list[Path]:
-    """The existing files with names that this run will write, as far as its length is known; the last one first."""
-    pattern = re.compile(rf"{re.escape(save.output_name)}(-(\d{{6,}})|-step(\d{{8,}}))?(-ema)?\.safetensors")
+    """The existing files and models with names that this run will write, as far as its length is known."""
+    pattern = re.compile(rf"{re.escape(save.output_name)}(-(\d{{6,}})|-step(\d{{8,}}))?(-ema)?(\.safetensors)?")
     epochs = 1 if save.save_n_epoch_ratio else save.save_every_n_epochs
     steps = save.save_every_n_steps
     last_epoch = train.max_train_epochs or math.inf
@@ -217,8 +218,9 @@ def _find_output_files(save: SaveConfig, train: TrainConfig, has_ema: bool) -> l
             return bool(epochs) and int(match[2]) % (epochs or 1) == 0 and int(match[2]) < last_epoch
         return not match[3] or (bool(steps) and int(match[3]) % (steps or 1) == 0 and int(match[3]) < last_step)
 
-    paths = Path(save.output_dir).glob(f"{glob.escape(save.output_name)}*.safetensors")
+    paths = Path(save.output_dir).glob(f"{glob.escape(save.output_name)}*")
     found = [path for path in paths if (match := pattern.fullmatch(path.name)) and is_written(match)]
+    found = [path for path in found if path.suffix == ".safetensors" or (path / "model_index.json").is_file()]
     return sorted(found, key=lambda path: (len(path.name), path.name))
 
 

@@ -43,6 +43,7 @@ from . import checkpoint_dir
 from .callbacks import SaveReport, UpdateNorms, WeightsDiverged, WeightSyncCheck
 from .checkpoint import SaveCheckpoint
 from .failure_handling import FailureHandler
+from .full_weights import WeightChanges
 from .loop import train
 from .metrics import MetricsFile, TrainingLogger
 from .nan_and_oom_handling import TooManyFailures
@@ -53,6 +54,8 @@ from .preservation import check_trigger
 from .preview import Preview
 from .resume import Resume
 from .save_adapter import SaveAdapter
+from .save_model import SaveModel
+from .save_weights import SaveWeights
 from .setup import build_run, load_training_pipeline, prepare_dataset
 from .state import Callback, StopRequested, TrainingRun
 from .validation_loss import Validation
@@ -130,8 +133,7 @@ def _prepare_and_train(
         return
     _log_first_step(plan, resume)
 
-    num_images = len(prepared.manifest.samples)
-    prepared, latents = cache_latents(encoders, prepared)
+    num_images, (prepared, latents) = len(prepared.manifest.samples), cache_latents(encoders, prepared)
     if len(prepared.manifest.samples) < num_images:  # images that could not be read were dropped
         plan = build_plan()
     texts = cache_text_encoder_outputs(encoders, prepared, plan, prompts, config.preservation)
@@ -144,11 +146,19 @@ def _prepare_and_train(
         config, strategy, family, pipe, prepared, plan=plan, cache_readers=readers, initial_weights=initial_weights
     )
     comm.log_all_reduce_time(sum(parameter.nbytes for parameter in run.parameters))
-    resume.restore(run)
-    callbacks = _build_callbacks(run, adapter, prepared, readers=readers, prompts=prompts, resume=resume)
+    save = _build_saver(run, adapter, detected, prepared, resume)
+    callbacks = _build_callbacks(run, save, prepared, readers=readers, prompts=prompts, resume=resume)
+    _restore(run, callbacks.validation, resume)
     _train_and_save(
         run, callbacks, failure_handler, signals=signals, resume=resume, prompts=[prompt.text for prompt in prompts]
     )
+
+
+def _restore(run: TrainingRun, validation: Validation | None, resume: Resume) -> None:
+    """Load the checkpoint, if any; full training validates its base model before, whose weights it replaces."""
+    if run.config.adapter.is_full and validation is not None:
+        validation.compute_base_losses(run)
+    resume.restore(run)
 
 
 def _log_model(config: RunConfig, detected: DetectedModel) -> None:
@@ -218,7 +228,7 @@ class RunCallbacks:
     validation: Validation | None  # is None without validation images
     preview: Preview
     update_norms: UpdateNorms
-    save_adapter: SaveAdapter
+    save_adapter: SaveWeights
     save_report: SaveReport
     save_checkpoint: SaveCheckpoint
     profiler: "StepProfiler | None"
@@ -236,9 +246,23 @@ class RunCallbacks:
         return callbacks if self.profiler is None else self.profiler.wrap(callbacks)
 
 
+def _build_saver(
+    run: TrainingRun,
+    adapter: injection.Adapter | None,
+    detected: DetectedModel,
+    prepared: PreparedData,
+    resume: Resume,
+) -> SaveWeights:
+    """Build the callback that saves the LoRA file, or the model of a full training."""
+    config, started_at, retention = run.config.save, resume.started_at, resume.restore_retention()
+    if adapter is None:
+        return SaveModel(config, detected, prepared, started_at, retention)
+    return SaveAdapter(config, adapter, prepared, started_at, retention)
+
+
 def _build_callbacks(
     run: TrainingRun,
-    adapter: injection.Adapter,
+    save_adapter: SaveWeights,
     prepared: PreparedData,
     readers: CacheReaders,
     prompts: Sequence[Prompt],
@@ -249,7 +273,6 @@ def _build_callbacks(
     validation = build_validation_reader(
         prepared, config.validate.max_validation_steps, readers.latent_reader, readers.text_reader
     )
-    save_adapter = SaveAdapter(config.save, adapter, prepared, resume.started_at, resume.restore_retention())
     save_checkpoint = SaveCheckpoint(config.state, save_adapter, output_dir, resume.metadata)
     profiler = None
     if config.train.profile_steps is not None:
@@ -260,7 +283,7 @@ def _build_callbacks(
         weight_sync_check=WeightSyncCheck(config.distributed.check_sync_every_n_steps, [save_adapter, save_checkpoint]),
         validation=None if validation is None else Validation(config.validate, *validation),
         preview=Preview(config.preview, prompts, output_dir / "sample", name),
-        update_norms=UpdateNorms(),
+        update_norms=WeightChanges() if config.adapter.is_full else UpdateNorms(),
         save_adapter=save_adapter,
         save_report=SaveReport(
             save_adapter,
@@ -331,14 +354,14 @@ def _train_and_check_sync(run: TrainingRun, weight_sync_check: WeightSyncCheck) 
         raise
 
 
-def _save_partial_adapter(save_adapter: SaveAdapter, run: TrainingRun) -> None:
+def _save_partial_adapter(save_adapter: SaveWeights, run: TrainingRun) -> None:
     """Save what was trained so far; a failure must not hide why the run ended."""
     if not run.state.has_trained:
         return
     try:
-        save_adapter.save(run, f"{run.config.save.output_name}-step{run.state.step:08d}.safetensors")
+        save_adapter.save(run, f"{run.config.save.output_name}-step{run.state.step:08d}")
     except UserError as error:
-        logger.warning("the LoRA trained so far cannot be saved: %s", error)
+        logger.warning("the weights trained so far cannot be saved: %s", error)
 
 
 def _write_preview_grid(save: SaveConfig, prompts: Sequence[str], started_at: float) -> Path | None:
@@ -353,7 +376,7 @@ def _write_preview_grid(save: SaveConfig, prompts: Sequence[str], started_at: fl
 
 
 def _log_output_paths(callbacks: RunCallbacks, grid: Path | None) -> None:
-    logger.info("LoRA file: %s", callbacks.save_adapter.saved_paths[-1])
+    logger.info("%s: %s", callbacks.save_adapter.title, callbacks.save_adapter.saved_paths[-1])
     if callbacks.preview.output_dir.is_dir():
         logger.info("previews: %s", callbacks.preview.output_dir)
     if grid is not None:

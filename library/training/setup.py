@@ -50,6 +50,7 @@ from ..parallel.cuda_graphs import CudaCapture, StepGraphs
 from ..parallel.frozen_base import is_quantized_or_offloaded, quantize_and_offload_base
 from ..parallel.parallel_plan import build_parallel_plan
 from ..parallel.strategy import Strategy
+from .full_weights import build_full_modules, build_full_param_groups, format_full_summary
 from .nan_and_oom_handling import BadSamples, NanGuard, OomRecovery
 from .network_weights import InitialWeights, keep_idle_layers, load_network_weights
 from .param_groups import build_param_groups
@@ -88,16 +89,19 @@ def load_training_pipeline(
     if cache_readers.text_reader is not None:
         cached |= {*list_cached_text_components(config.adapter, config.optim, family.facts)}
     needed = [name for name in family.facts.components if name not in cached or is_tokenizer(name)]
-    dtype = MIXED_PRECISION_DTYPES[strategy.mixed_precision]
     encoders = select_trained_text_encoders(config.adapter, config.optim, family.facts)
     trained = {family.facts.denoiser_name, *encoders}
+    dtype = MIXED_PRECISION_DTYPES[strategy.mixed_precision]
+    dtypes = dict.fromkeys(needed, dtype)
+    if config.adapter.is_full:  # the weights that the optimizer updates
+        dtypes |= dict.fromkeys(trained, torch.bfloat16 if config.distributed.full_bf16 else torch.float32)
     devices = {name: strategy.base_load_device if name in trained else strategy.device for name in needed}
     if is_quantized_or_offloaded(config.model, config.train):  # the full weights might not fit on the device
         devices[family.facts.denoiser_name] = HOST
     pipe = None
-    for device in dict.fromkeys(devices.values()):
-        names = [name for name in needed if devices[name] == device]
-        pipe = family.load(detected, dtype, names, pipe=pipe, device=device)
+    for device, loaded_dtype in dict.fromkeys((devices[name], dtypes[name]) for name in needed):
+        names = [name for name in needed if (devices[name], dtypes[name]) == (device, loaded_dtype)]
+        pipe = family.load(detected, loaded_dtype, names, pipe=pipe, device=device)
     if "vae" not in needed and prompts:
         pipe = family.load(detected, dtype, ("vae",), pipe=pipe)
     for name in family.facts.components:
@@ -118,22 +122,22 @@ def build_run(
     plan: RunPlan,
     cache_readers: CacheReaders,
     initial_weights: InitialWeights,
-) -> tuple[TrainingRun, injection.Adapter]:
+) -> tuple[TrainingRun, injection.Adapter | None]:
     """Inject the adapters, build optimizer, task and loader, and wrap the model; without callbacks and logger yet."""
     objective = build_objective(config.noise, config.loss, family, pipe)
     set_attention_mode(getattr(pipe, family.facts.denoiser_name), config.distributed.attn_mode)
-    trained, adapter = _inject_adapters(config, family, pipe, initial_weights)
+    trained, adapter = _select_trained_weights(config, family, pipe, initial_weights)
     _prepare_trainable_parameters(trained, strategy, is_bf16=config.distributed.full_bf16)
-    for line in format_trainable_summary(trained, adapter):
+    for line in format_full_summary(trained) if adapter is None else format_trainable_summary(trained, adapter):
         logger.info("%s", line)
     if is_quantized_or_offloaded(config.model, config.train):
         devices = strategy.device, strategy.base_load_device
         quantize_and_offload_base(trained.denoiser, devices, config.model, config.train, strategy.nf4_kernel)
-    groups = build_param_groups(trained, adapter, config.adapter, config.optim, family.facts)
+    groups = _build_groups(config, family, trained, adapter)
     optimizer = _build_optimizer(config.optim, groups)
     compilation = _compile_or_fuse(config.distributed, config.train, config.cache, strategy, trained, prepared=prepared)
     model, optimizer = strategy.wrap(trained, optimizer, build_parallel_plan(family, trained.denoiser))
-    dropout = build_lora_dropout(config.adapter, family, trained, adapter, strategy.get_sharded_tokens)
+    dropout = _build_dropout(config, strategy, family, trained, adapter)
     task = _build_task(
         config, strategy, family, pipe, model, objective=objective, readers=cache_readers, dropout=dropout, plan=plan
     )
@@ -143,7 +147,7 @@ def build_run(
     if strategy.comm.is_main:
         _warn_truncated_captions(family, pipe, prepared.list_first_epoch_captions(plan.batch_plan, plan.steps))
     lr_schedule = lr_schedulers.build_lr_schedule(config.optim, plan.steps)
-    max_norm, ema_decay = config.adapter.scale_weight_norms, config.optim.ema_decay
+    ema_decay = config.optim.ema_decay
     num_images = len({sample.image for sample in prepared.manifest.samples})
     trainable = [parameter for group in groups for parameter in group.parameters]
     run = TrainingRun(
@@ -156,12 +160,12 @@ def build_run(
         param_groups=groups,
         optimizer=optimizer,
         lr_schedule=lr_schedule,
-        nan_guard=NanGuard(config.train.max_nan_steps),
+        nan_guard=NanGuard(config.train.max_nan_steps, has_snapshots=not config.adapter.is_full),
         oom_recovery=_build_oom_recovery(config.train, trained),
         bad_samples=BadSamples(config.data.max_invalid_images, num_images),
         metric_logger=NullMetricLogger(),
         ema=None if ema_decay is None else AdapterEMA(trainable, ema_decay),
-        max_norm_regularizer=None if max_norm is None else MaxNormRegularizer(trained, adapter, max_norm),
+        max_norm_regularizer=_build_max_norm(config, trained, adapter),
         compilation=compilation,
         state=TrainState(step=plan.first_step),
     )
@@ -175,6 +179,38 @@ def _prepare_cuda_graphs(strategy: Strategy, model: nn.Module) -> None:
     if strategy.uses_cuda_graphs:
         autocast, capture = strategy.accelerator.autocast, CudaCapture(strategy.device)
         strategy.step_graphs = StepGraphs(strategy.unwrap_model(model), autocast, capture)
+
+
+def _select_trained_weights(
+    config: RunConfig, family: Family, pipe: Any, initial_weights: InitialWeights
+) -> tuple[TrainableModules, injection.Adapter | None]:
+    """Inject the adapters; for full training, select weights of the model instead."""
+    if config.adapter.is_full:
+        return build_full_modules(config, family, pipe), None
+    return _inject_adapters(config, family, pipe, initial_weights)
+
+
+def _build_groups(
+    config: RunConfig, family: Family, trained: TrainableModules, adapter: injection.Adapter | None
+) -> list[optimizers.ParamGroup]:
+    if adapter is None:
+        return build_full_param_groups(trained, config.optim, family.facts)
+    return build_param_groups(trained, adapter, config.adapter, config.optim, family.facts)
+
+
+def _build_dropout(
+    config: RunConfig, strategy: Strategy, family: Family, trained: TrainableModules, adapter: injection.Adapter | None
+) -> LoraDropout | None:
+    if adapter is None:
+        return None
+    return build_lora_dropout(config.adapter, family, trained, adapter, strategy.get_sharded_tokens)
+
+
+def _build_max_norm(
+    config: RunConfig, trained: TrainableModules, adapter: injection.Adapter | None
+) -> MaxNormRegularizer | None:
+    max_norm = config.adapter.scale_weight_norms
+    return None if adapter is None or max_norm is None else MaxNormRegularizer(trained, adapter, max_norm)
 
 
 def _inject_adapters(

@@ -126,13 +126,17 @@ def build_trainable_modules(
         independent_modules=independent_modules,
     )
     trained = TrainableModules(denoiser_name, {denoiser_name: denoiser, **{part.name: part.model for part in parts}})
-    for part in parts:
-        if part.is_text_encoder:
-            _disable_dropout(part.model)
-    if config.train.gradient_checkpointing:
-        enable_activation_checkpointing(trained.children(), trained.denoiser, config.train)
-    trained.train()
+    prepare_for_training(trained, [part.name for part in parts if part.is_text_encoder], config.train)
     return trained, adapter
+
+
+def prepare_for_training(trained: TrainableModules, encoders: Iterable[str], train: TrainConfig) -> None:
+    """Switch to training mode, without the dropout of text encoders, and with checkpointing if asked for."""
+    for name in encoders:
+        _disable_dropout(trained.get_submodule(name))
+    if train.gradient_checkpointing:
+        enable_activation_checkpointing(trained.children(), trained.denoiser, train)
+    trained.train()
 
 
 def fuse_layers(trained: TrainableModules, distributed: DistributedConfig, train: TrainConfig, precision: str) -> None:

@@ -51,19 +51,19 @@ def probe_gradients(run: TrainingRun, batch: PixelBatch) -> None:
             run.task.dropout.sample_keys = None
     model = run.strategy.unwrap_model(run.model)
     weights = {name: item for name, item in model.named_parameters() if item.requires_grad}
-    original = {name: item.detach().clone() for name, item in weights.items()}
+    zeros = [item for item in weights.values() if not bool(item.any())]
     generator = derive_generator(run.config.train.seed, Purpose.GRADIENT_PROBE)
     try:
         with torch.no_grad():
-            for item in weights.values():
-                if not bool(item.any()):
-                    item.copy_(torch.randn(item.shape, generator=generator) * PERTURBATION_STD)
+            for item in zeros:
+                item.copy_(torch.randn(item.shape, generator=generator) * PERTURBATION_STD)
         loss = run_forward_backward(run, batch, task)
         _check_gradients(float(loss), {name: item.grad for name, item in weights.items()})
     finally:
         with torch.no_grad():
-            for name, item in weights.items():
-                item.copy_(original[name])
+            for item in zeros:
+                item.zero_()
+            for item in weights.values():
                 item.grad = None
 
 

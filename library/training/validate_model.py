@@ -1,6 +1,7 @@
 """Checks of settings against the model, which is built on the meta device: adapter targets, parallelism, block swap."""
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -94,6 +95,17 @@ def validate_model_parallel(
 def load_denoiser_on_meta(family: Family, detected: DetectedModel) -> Any:
     """Build the denoiser on the meta device."""
     return getattr(load_components_on_meta(detected, (family.facts.denoiser_name,)), family.facts.denoiser_name)
+
+
+def validate_trained_weights(adapter: AdapterConfig, family: Family, detected: DetectedModel) -> Iterator[Problem]:
+    """Each pattern of ``train_modules`` matches a weight of the denoiser."""
+    if not (adapter.is_full and adapter.train_modules):
+        return
+    names = [name for name, _ in load_denoiser_on_meta(family, detected).named_parameters()]
+    where, fix = family.facts.denoiser_name, f"they have names such as {names[len(names) // 2]}"
+    for pattern in adapter.train_modules:
+        if not any(re.search(pattern, name) for name in names):
+            yield Problem("train_modules", f"{pattern!r} matches no weight of the {where}", fix)
 
 
 def _validate_pipeline(parallel: ParallelConfig, family: Family, denoiser: nn.Module) -> Iterator[Problem]:

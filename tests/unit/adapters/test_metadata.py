@@ -23,7 +23,7 @@ from library.config.schema import AdapterConfig, ModelConfig, RunConfig, TrainCo
 from library.config.schema_objective import LossConfig, NoiseConfig
 from library.config.schema_output import SaveConfig
 from library.models.families import FAMILIES, FAMILY_FACTS
-from library.training.save_adapter import build_model_metadata
+from library.training.save_weights import build_model_metadata
 
 MODEL = BaseModelMetadata("sd_v1", "stable-diffusion-v1", "epsilon")
 RUN = RunMetadata(

@@ -1,0 +1,39 @@
+"""Options of full fine-tuning (``--train full``): the learning rates of single text encoders.
+
+The choice itself, and which weights are trained, are in ``AdapterConfig``, which says what a run trains.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from .option_needs import HasValue, IsSet
+from .options import define_option
+
+IS_FULL = HasValue("train", ("full",), "train is not full")
+IS_LORA = HasValue("train", ("lora",), "train is full, without an adapter")
+
+
+def _define_text_rate(which: str) -> Any:
+    """Declare the learning rate of one text encoder, under the name that it has in sd-scripts."""
+    return define_option(
+        None,
+        f"train full: peak learning rate of {which}; 0: it is not trained; default: learning_rate",
+        minimum=0,
+        needs=(IS_FULL, IsSet("train_text_encoder")),
+    )
+
+
+@dataclass(frozen=True)
+class FullConfig:
+    """Full fine-tuning: learning rates of text encoders, under their names in sd-scripts."""
+
+    learning_rate_te: float | None = _define_text_rate("the text encoder")
+    learning_rate_te1: float | None = _define_text_rate("the first text encoder")
+    learning_rate_te2: float | None = _define_text_rate("the second text encoder")
+
+    @property
+    def text_encoder_rates(self) -> tuple[float | None, ...]:
+        """The rates that are set for single encoders, in their order; None stands for learning_rate."""
+        if self.learning_rate_te1 is None and self.learning_rate_te2 is None:
+            return () if self.learning_rate_te is None else (self.learning_rate_te,)
+        return self.learning_rate_te1, self.learning_rate_te2

@@ -1,0 +1,85 @@
+"""Checks of full fine-tuning (``--train full``) against other options: what it does not have is refused here."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ..problems import Problem
+from .option_needs import Trait
+from .schema import RunConfig
+from .unused_options import list_config_traits
+
+_FROZEN_ONLY = "for frozen weights, and train full trains them"
+
+
+def resolve_text_encoder_rates(config: RunConfig) -> RunConfig:
+    """Give ``learning_rate_te1`` and ``learning_rate_te2`` the form of ``text_encoder_lr``, unless that is set."""
+    rates = config.full.text_encoder_rates
+    if not (config.adapter.is_full and config.adapter.train_text_encoder and rates) or config.optim.text_encoder_lr:
+        return config
+    filled = tuple(config.optim.learning_rate if rate is None else rate for rate in rates)
+    return replace(config, optim=replace(config.optim, text_encoder_lr=filled))
+
+
+def validate_full_training(config: RunConfig) -> Iterator[Problem]:
+    """Refuse what full training does not support, all at once."""
+    if not config.adapter.is_full:
+        return
+    yield from _validate_base_options(config)
+    yield from _validate_layout(config)
+    yield from _validate_text_encoders(config)
+    for pattern in config.adapter.train_modules:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            yield Problem("train_modules", f"{pattern!r} is no regular expression: {error}")
+
+
+def _validate_base_options(config: RunConfig) -> Iterator[Problem]:
+    """Refuse options of a frozen base model, and those of adapters whose loss would go unnoticed."""
+    adapter, train = ("train",), config.adapter
+    if config.model.quantize_base != "none":
+        yield Problem("quantize_base", f"it is {_FROZEN_ONLY}", "remove it", others=adapter)
+    if config.train.blocks_to_swap:
+        yield Problem("blocks_to_swap", f"it is {_FROZEN_ONLY}", "remove it", others=adapter)
+    if train.network_weights:
+        fix = "merge it with base_weights, or train lora"
+        yield Problem("network_weights", "train full trains no LoRA that could start from it", fix, others=adapter)
+    if train.training_adapter:
+        text = "it would not be part of the model that is saved"
+        yield Problem("training_adapter", f"train full: {text}", "merge it with base_weights", others=adapter)
+    if config.model.control != "none":
+        yield Problem("control", "is trained as a LoRA only", "use train lora", others=adapter)
+    if config.distributed.cuda_graphs:
+        yield Problem("cuda_graphs", "not supported with train full", "remove it", others=adapter)
+    if config.distributed.mixed_precision == "fp8":
+        fix = "use mixed_precision bf16"
+        yield Problem("mixed_precision", "fp8 multiplies with frozen weights, which train full has not", fix)
+    if config.train.gpu_memory is not None:
+        text = "it chooses among options for a frozen model"
+        yield Problem("gpu_memory", f"{text}, and train full has none", "remove it", others=adapter)
+
+
+def _validate_layout(config: RunConfig) -> Iterator[Problem]:
+    """Refuse the strategies that take all trained weights to be adapters, which every rank holds."""
+    fix, adapter = "use DDP or one process", ("train",)
+    for name, size in config.parallel.model_parallel_sizes.items():
+        if size > 1:
+            yield Problem(name, "not supported with train full", fix, value=str(size), others=adapter)
+    if config.parallel.device_map is not None:
+        yield Problem("device_map", "not supported with train full", fix, others=adapter)
+    traits = list_config_traits(config)
+    for trait, option in ((Trait.FSDP, "fsdp"), (Trait.DEEPSPEED, "deepspeed")):
+        if traits[trait] is None:
+            yield Problem(option, "not supported with train full", fix, others=adapter)
+
+
+def _validate_text_encoders(config: RunConfig) -> Iterator[Problem]:
+    singles = [name for name in ("learning_rate_te1", "learning_rate_te2") if getattr(config.full, name) is not None]
+    if config.full.learning_rate_te is not None and singles:
+        yield Problem(
+            "learning_rate_te",
+            f"contradicts {singles[0]}",
+            "remove one of them",
+            others=(singles[0],),
+        )

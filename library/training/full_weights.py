@@ -1,0 +1,138 @@
+"""The weights that full fine-tuning (``--train full``) trains: which, their precision, and how far they moved.
+
+They are parameters of the model itself, so optimizer, gradient clipping, EMA and checkpoints need nothing else.  They
+are float32 (``--full_bf16``: bf16) whatever the precision of the forward pass, which runs in autocast.
+"""
+
+import logging
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..adapters.component_key_names import clean_parameter_name
+from ..config.schema import AdapterConfig, RunConfig
+from ..config.schema_optim import OptimConfig
+from ..distributed.devices import HOST
+from ..errors import ConfigError, UserError
+from ..models.base import Family
+from ..models.facts import FamilyFacts
+from ..models.trained_components import get_component_lr, select_trained_text_encoders
+from ..optim.optimizers import ParamGroup, use_eval_weights
+from ..problems import Problem
+from .callbacks import UpdateNorms, combine_norms, group_norms_by_layer_type
+from .state import TrainingRun
+from .trainable_modules import TrainableModules, get_trainable_parameters, prepare_for_training
+
+logger = logging.getLogger(__name__)
+MAX_SAMPLED_ELEMENTS = 4096
+"""Elements of each weight by which its update norm is estimated, so that no second copy of the model is kept."""
+
+
+def list_trained_names(config: AdapterConfig, family: Family, component: str, model: nn.Module) -> list[str]:
+    """List the weights of a component that are trained: not those whose results are unused, nor other modules."""
+    if component == family.facts.denoiser_name:
+        unused, patterns = family.get_unused_layers(model), config.train_modules
+    else:
+        unused, patterns = family.get_unused_text_layers(model, component), ()
+    starts = tuple(f"{layer}." for layer in unused)
+    return [
+        name
+        for name, _ in model.named_parameters()
+        if not name.startswith(starts) and (not patterns or any(re.search(pattern, name) for pattern in patterns))
+    ]
+
+
+def build_full_modules(config: RunConfig, family: Family, pipe: Any) -> TrainableModules:
+    """Make the selected weights of denoiser and text encoders trainable, freeze the rest, switch to training mode."""
+    denoiser_name = family.facts.denoiser_name
+    encoders = select_trained_text_encoders(config.adapter, config.optim, family.facts)
+    models = {name: getattr(pipe, name) for name in (denoiser_name, *encoders)}
+    for name, model in models.items():
+        model.requires_grad_(False)
+        if name == denoiser_name and not config.adapter.trains_denoiser:
+            continue
+        trained = set(list_trained_names(config.adapter, family, name, model))
+        for parameter_name, parameter in model.named_parameters():
+            parameter.requires_grad_(parameter_name in trained)
+    modules = TrainableModules(denoiser_name, models)
+    if not get_trainable_parameters(modules):
+        raise ConfigError([Problem("train_modules", "no weight is trained", "remove it")])
+    prepare_for_training(modules, encoders, config.train)
+    return modules
+
+
+def build_full_param_groups(modules: TrainableModules, optim: OptimConfig, facts: FamilyFacts) -> list[ParamGroup]:
+    """Group the trained weights by component, each with its learning rate."""
+    groups = []
+    for name, model in modules.named_children():
+        label = "unet" if name == facts.denoiser_name else name
+        if parameters := get_trainable_parameters(model):
+            groups.append(ParamGroup(label, parameters, get_component_lr(name, optim, facts)))
+    return groups
+
+
+def format_full_summary(modules: TrainableModules) -> list[str]:
+    """Describe what is trained: the number of weights of each component, and their precision."""
+    lines = []
+    for name, model in modules.named_children():
+        trained = get_trainable_parameters(model)
+        if not trained:
+            continue
+        count, total = sum(each.numel() for each in trained), sum(each.numel() for each in model.parameters())
+        dtype = str(trained[0].dtype).removeprefix("torch.")
+        lines.append(
+            f"training {name} ({type(model).__name__}) in full: {count:,} of {total:,} weights"
+            f" ({100 * count / total:.2f} %), in {dtype}"
+        )
+    return lines
+
+
+def sample_elements(weight: Tensor) -> Tensor:
+    """Copy some elements of a weight, spread evenly over it, to host memory."""
+    flat = weight.detach().reshape(-1)
+    stride = -(-flat.numel() // MAX_SAMPLED_ELEMENTS)
+    return flat[::stride].to(HOST, torch.float32, copy=True)
+
+
+class WeightChanges(UpdateNorms):
+    """Log how far the weights moved since the run began or was resumed, estimated by some elements of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._before: dict[str, Tensor] = {}
+        self._is_whole_run = False
+
+    def on_train_begin(self, run: TrainingRun) -> None:
+        self._is_whole_run = not run.state.samples
+        with use_eval_weights(run.optimizer):
+            self._before = {name: sample_elements(weight) for name, weight in self._iter_weights(run)}
+
+    def __call__(self, run: TrainingRun) -> None:
+        with use_eval_weights(run.optimizer):
+            for name, weight in self._iter_weights(run):
+                before, now = self._before[name], sample_elements(weight)
+                share = weight.numel() / max(1, before.numel())
+                self.norms[name] = float((now - before).norm()) * share**0.5
+        by_type = group_norms_by_layer_type(self.norms)
+        logger.info("update norm of the weights, estimated: %.4g", combine_norms(self.norms.values()))
+        still = [name for name, value in self.norms.items() if not value]
+        if still and len(still) < len(self.norms):
+            logger.info("%d of %d weights were not changed, such as %s", len(still), len(self.norms), still[0])
+        values = {"update/dead_layers": len(still), "update/layers": len(self.norms)}
+        run.metric_logger.log_values(run, values | {f"update/kind/{name}": value for name, value in by_type.items()})
+
+    def fail_if_zero(self, run: TrainingRun) -> None:
+        if not self._is_whole_run or any(self.norms.values()):
+            return
+        cause = "the gradient was zero in every step" if run.state.has_trained else "every step was skipped"
+        error = UserError(f"the model is unchanged after {run.state.step} steps ({cause}, or the learning rate is 0)")
+        error.is_reported = not run.strategy.comm.is_main
+        raise error
+
+    @staticmethod
+    def _iter_weights(run: TrainingRun) -> Sequence[tuple[str, nn.Parameter]]:
+        model = run.strategy.unwrap_model(run.model)
+        return [(clean_parameter_name(name), each) for name, each in model.named_parameters() if each.requires_grad]

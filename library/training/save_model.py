@@ -1,0 +1,142 @@
+"""Save the model of a full training (``--train full``) as a folder of diffusers, which every part of it completes.
+
+Trained components are written from memory, tensor by tensor; the others come from the base model: copied where it is a
+folder, else loaded again, since training needs neither a cached VAE nor cached text encoders.
+"""
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..adapters.component_key_names import clean_parameter_name
+from ..adapters.file_writer import SAVE_DTYPES
+from ..atomic_files import fsync_dir
+from ..config.schema_output import SaveConfig
+from ..dataloader.prepare import PreparedData
+from ..distributed.devices import HOST, MIXED_PRECISION_DTYPES
+from ..errors import UserError
+from ..models.base import Family
+from ..models.component_files import cast_weight, write_weights
+from ..models.detect import DetectedModel, get_config_reader
+from ..models.loading import disable_progress_bars
+from ..models.model_configs import is_component, read_required
+from ..models.sampling import use_eval_mode
+from ..problems import report_file
+from .checkpoint_retention import AdapterRetention
+from .save_weights import SaveWeights, reserve_disk_space
+from .state import TrainingRun
+
+logger = logging.getLogger(__name__)
+INDEX_FILE = "model_index.json"
+
+
+class SaveModel(SaveWeights):
+    """Save the whole model as a folder of diffusers."""
+
+    title, suffix = "model", ""
+
+    def __init__(
+        self,
+        config: SaveConfig,
+        detected: DetectedModel,
+        prepared: PreparedData,
+        started_at: float,
+        retention: AdapterRetention | None = None,
+    ):
+        super().__init__(config, prepared, started_at, retention)
+        self.detected = detected
+
+    def _save_file(self, run: TrainingRun, path: Path) -> None:
+        trained = run.strategy.unwrap_model(run.model)
+        with use_eval_mode(trained):
+            run.strategy.comm.run_on_main(lambda: self._write_folder(run, path, trained))
+        logger.info("saved %s", path)
+
+    def _write_folder(self, run: TrainingRun, path: Path, trained: nn.Module) -> None:
+        """Write the folder beside ``path``, and give it its name when it is complete."""
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+        models = {
+            name: model
+            for name, model in trained.named_children()
+            if any(parameter.requires_grad for parameter in model.parameters())
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if run.state.step < run.plan.steps:
+            reserve_disk_space(path, sum(each.nbytes for model in models.values() for each in model.parameters()), run)
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+            self._write_components(run, temporary, models)
+            _replace_folder(temporary, path)
+        except OSError as error:
+            raise UserError(report_file(path, f"cannot be written: {error.strerror or error}")) from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def _write_components(self, run: TrainingRun, folder: Path, models: Mapping[str, nn.Module]) -> None:
+        read = get_config_reader(self.detected)
+        index, pipe = dict(read_required(read, INDEX_FILE)), run.task.pipe
+        metadata = {"format": "pt", **self._build_metadata(run)}
+        dtype = None if self.config.save_precision is None else SAVE_DTYPES[self.config.save_precision]
+        for name, entry in list(index.items()):
+            if not is_component(entry):
+                continue
+            if name in models:
+                write_component(folder / name, models[name], dtype, metadata)
+            elif name == "scheduler":
+                pipe.scheduler.save_pretrained(folder / name)
+            elif not self._copy_component(run, name, folder / name):
+                index[name] = [None, None]
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, ensure_ascii=False) + "\n", "utf-8")
+
+    def _copy_component(self, run: TrainingRun, name: str, target: Path) -> bool:
+        """Copy a component that is not trained from the base model; False if this program knows none of this name."""
+        source = Path(self.detected.path_or_id) / name
+        if self.detected.source_type == "folder" and name not in self.detected.component_sources:
+            if source.is_dir():
+                shutil.copytree(source, target)
+            return source.is_dir()
+        family: Family = run.task.family
+        if name not in family.facts.components:
+            return False
+        dtype = MIXED_PRECISION_DTYPES[run.strategy.mixed_precision]
+        if self.config.save_precision is not None:
+            dtype = SAVE_DTYPES[self.config.save_precision]
+        component = getattr(family.load(self.detected, dtype, (name,), device=HOST), name)
+        component.save_pretrained(target)
+        return True
+
+
+def write_component(folder: Path, model: Any, dtype: torch.dtype | None, metadata: Mapping[str, str]) -> None:
+    """Write the configuration and the weights of a trained component, and verify the weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {clean_parameter_name(name): tensor for name, tensor in model.state_dict().items()}
+    if hasattr(model, "save_config"):  # of diffusers, whose files have the names of the modules
+        model.save_config(folder)
+        write_weights(folder, "diffusion_pytorch_model", tensors, dtype, metadata)
+        return
+    # transformers gives some weights other names in files, as those of the first releases.
+    tensors = {name: cast_weight(tensor, dtype) for name, tensor in tensors.items()}
+    with disable_progress_bars():
+        model.save_pretrained(folder, state_dict=dict(tensors))
+        read = type(model).from_pretrained(folder, dtype="auto", use_safetensors=True).state_dict()
+    for name, tensor in tensors.items():
+        if name not in read or not torch.equal(read[name], tensor):
+            raise UserError(report_file(folder, f"{name} reads back other than written", "the disk may be faulty"))
+
+
+def _replace_folder(temporary: Path, path: Path) -> None:
+    """Give the folder its name; an old folder of this name is removed only after the new one is complete."""
+    old = path.with_name(f".{path.name}.{os.getpid()}.old")
+    if path.exists():
+        os.replace(path, old)
+    os.replace(temporary, path)
+    fsync_dir(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
