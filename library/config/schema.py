@@ -101,6 +101,10 @@ class ModelConfig:
         "text encoder, where it is a language model: file, folder or hub id",
         aliases=(Alias("qwen3"), Alias("gemma2"), Alias("t5", program="musubi-tuner")),
     )
+    image_encoder: str | None = _define_component(
+        "CLIP image encoder of models that make videos from images: file, folder or hub id",
+        aliases=(Alias("clip", program="musubi-tuner"),),
+    )
     ae: str | None = _define_component("alias of vae, for flow-matching models: file, diffusers folder or hub id")
     llm_adapter_path: str | None = _define_component(
         "the adapter between text encoder and transformer of Anima: file, folder or hub id"

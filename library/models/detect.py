@@ -53,7 +53,7 @@ from .own_families import (
 
 _REPO_ID_PATTERN = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 COMPONENT_OPTIONS = (
-    *("vae", "clip_l", "clip_g", "t5xxl", "byt5", "ae", "text_encoder"),
+    *("vae", "clip_l", "clip_g", "t5xxl", "byt5", "ae", "text_encoder", "image_encoder"),
     *("llm_adapter_path", "t5_tokenizer_path"),
 )
 SourceType = Literal["folder", "hub", "file", "random"]

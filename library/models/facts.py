@@ -51,6 +51,8 @@ class PipelineFacts:
     """The kind of output: images from text, edited images, or videos."""
     frames: FrameRule | None = None
     """What a model of videos asks of the frames of clips; None: it makes images, and is trained on images only."""
+    frame_encoders: tuple[str, ...] = ()
+    """The components besides the VAE that ``encode_frame_cond`` needs."""
     num_parameters: int = 0
     """Number of parameters of the published denoiser; of its largest size, if there are several."""
     hub_id: str = ""
@@ -350,4 +352,9 @@ class FamilyFacts:
     @property
     def components(self) -> tuple[str, ...]:
         """The subfolders of a complete model, apart from the scheduler's; all that can be loaded."""
-        return (*self.pipeline.denoisers, "vae", *self.text.components)
+        return (*self.pipeline.denoisers, *self.image_encoders, *self.text.components)
+
+    @property
+    def image_encoders(self) -> tuple[str, ...]:
+        """The components that encode images and clips; without them training has to have cached latents."""
+        return ("vae", *self.pipeline.frame_encoders)

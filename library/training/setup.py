@@ -83,7 +83,7 @@ def load_training_pipeline(
 
     Trained components go where the strategy wants them. A VAE that only previews need stays on the CPU in between.
     """
-    cached = set() if cache_readers.latent_reader is None else {"vae"}
+    cached = set() if cache_readers.latent_reader is None else {*family.facts.image_encoders}
     if cache_readers.text_reader is not None:
         cached |= {*list_cached_text_components(config.adapter, config.optim, family.facts)}
     needed = [name for name in family.facts.components if name not in cached or is_tokenizer(name)]
@@ -98,7 +98,7 @@ def load_training_pipeline(
         names = [name for name in needed if devices[name] == device]
         pipe = family.load(detected, dtype, names, pipe=pipe, device=device)
     if "vae" not in needed and prompts:
-        pipe = family.load(detected, dtype, ("vae",), pipe=pipe)
+        pipe = family.load(detected, dtype, family.facts.image_encoders, pipe=pipe)
     for name in family.facts.components:
         module = getattr(pipe, name)
         if isinstance(module, torch.nn.Module):

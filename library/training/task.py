@@ -63,7 +63,7 @@ class StepInputs:
 
 
 TENSOR_FIELDS = {
-    "batch": ("latents", "cond", "size_conditioning", "loss_weights", "mask", "control_latents"),
+    "batch": ("latents", "cond", "size_conditioning", "loss_weights", "mask", "control_latents", "frame_cond"),
     "noised": ("latents", "target", "timesteps"),
 }
 
@@ -131,7 +131,7 @@ class DiffusionTask:
             self.dropout.sample_keys = inputs.dropout_keys
         denoiser = self.denoiser if denoiser is None else denoiser
         predicted = self.family.predict(self.pipe, denoiser, noised.latents, noised.timesteps, batch)
-        loss = self.objective.compute_elementwise_loss(predicted, noised)
+        loss = self.family.select_trained_frames(self.objective.compute_elementwise_loss(predicted, noised), batch)
         losses = reduce_loss_per_sample(loss, batch.mask, normalize_by_area=self.normalize_masked_loss)
         return losses * self.objective.compute_loss_weights(noised.timesteps)
 
@@ -197,10 +197,7 @@ class DiffusionTask:
             return self._build_batch(pixel_batch, cond, step)
 
     def _build_batch(self, pixel_batch: PixelBatch, cond: Cond, step: int) -> Batch:
-        cached = pixel_batch.moments
-        moments = (
-            self.encode_moments(pixel_batch.pixels) if cached is None else Moments(self.to_device(cached.mean_and_std))
-        )
+        moments, frame_cond = self._encode_images(pixel_batch)
         latents = moments.sample(self.build_generators(Purpose.LATENT_SAMPLE, step, pixel_batch.global_positions))
         size_conditioning = self.to_device(pixel_batch.size_conditioning)
         loss_weights = self.to_device(pixel_batch.loss_weights)
@@ -218,7 +215,24 @@ class DiffusionTask:
             text_pad_multiple=self._text_pad_multiple,
             control_latents=self._encode_controls(pixel_batch),
             resolution_sides=self.resolution_sides,
+            frame_cond=frame_cond,
         )
+
+    def _encode_images(self, pixel_batch: PixelBatch) -> tuple[Moments, dict[str, Tensor]]:
+        """Encode images or clips, and what the model gets of their own frames, unless both are cached."""
+        if pixel_batch.moments is not None:
+            frame_cond = {name: self.to_device(value).float() for name, value in (pixel_batch.frame_cond or {}).items()}
+            return Moments(self.to_device(pixel_batch.moments.mean_and_std)), frame_cond
+        if pixel_batch.pixels is None:
+            raise AssertionError("a batch has pixels or moments")
+        moments, parts = list[Tensor](), list[dict[str, Tensor]]()
+        with torch.autocast(self.to_device.device.type, enabled=False):  # the VAE overflows in half precision
+            for part in torch.split(pixel_batch.pixels, self.vae_batch_size):
+                pixels = normalize_pixels(self.to_device(part))
+                encoded = self.family.encode_moments(self.pipe, pixels)
+                moments.append(encoded.mean_and_std)
+                parts.append(self.family.encode_frame_cond(self.pipe, pixels, encoded))
+        return Moments(torch.cat(moments)), {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def _encode_controls(self, pixel_batch: PixelBatch) -> tuple[Tensor, ...]:
         """Encode control images, unless they are cached; diffusers' pipelines draw no samples of them either."""

@@ -78,9 +78,8 @@ def compute_losses_at_quantile(task: DiffusionTask, batch: Batch, quantile_index
     noise = torch.stack([torch.randn(latents.shape[1:], generator=draw) for draw in draws]).to(latents)
     noised = objective.add_noise_at(latents, noise, t)
     predicted = task.family.predict(task.pipe, task.denoiser, noised.latents, noised.timesteps, batch)
-    losses = reduce_loss_per_sample(
-        objective.compute_elementwise_loss(predicted, noised), batch.mask, normalize_by_area=task.normalize_masked_loss
-    )
+    loss = task.family.select_trained_frames(objective.compute_elementwise_loss(predicted, noised), batch)
+    losses = reduce_loss_per_sample(loss, batch.mask, normalize_by_area=task.normalize_masked_loss)
     return (losses * objective.compute_loss_weights(t)).float()
 
 

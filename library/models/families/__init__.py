@@ -48,6 +48,8 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "anima": ".anima:Anima",
         "hunyuan_image": ".hunyuan_image:HunyuanImage",
         "wan": ".wan:Wan",
+        "wan_i2v": ".wan_i2v:WanI2V",
+        "wan_flf2v": ".wan_i2v:WanFLF2V",
         "wan22_ti2v": ".wan22_ti2v:WanTI2V",
         "skyreels_v2": ".skyreels_v2:SkyReelsV2",
         "hunyuan_video15": ".hunyuan_video15:HunyuanVideo15",

@@ -23,7 +23,7 @@ MODELS = {
     "networks.lora_flux": "flux_kontext",
     "networks.lora_wan": "wan",
 }
-MISSING = {"i2v-14B": "Wan 2.1 I2V", "t2v-A14B": "Wan 2.2, which has two transformers", "": "module of HunyuanVideo"}
+MISSING = {"t2v-A14B": "Wan 2.2, which has two transformers", "": "module of HunyuanVideo"}
 """What is said of the documented commands whose model is missing here, by their task."""
 
 
@@ -344,7 +344,9 @@ def build_tiny_command(command) -> list[str]:
     module = argv[argv.index("--network_module") + 1] if "--network_module" in argv else ""
     model = f"{MODELS.get(module, 'qwen_image_edit_plus:2511')}:tiny"
     if "--task" in argv:  # which is compared with the sizes of the model
-        model = "wan:14b" if "-14B" in argv[argv.index("--task") + 1] else "wan"
+        task = argv[argv.index("--task") + 1]
+        names = {"t2v-1.3B": "wan", "i2v-14B": "wan_i2v", "flf2v-14B": "wan_flf2v"}
+        model = names.get(task, "wan:14b")
     argv[argv.index("--dit") + 1] = f"random:{model}"
     return argv
 

@@ -29,7 +29,8 @@ def test_the_vae_stays_in_float32_in_a_bfloat16_run(each_family, tmp_path):
     low = family.load(str(tmp_path), torch.bfloat16)
     for pipe in (low, family.load(tiny.source, torch.bfloat16)):
         modules = get_modules(family, pipe)
-        assert {parameter.dtype for parameter in modules.pop("vae").parameters()} == {torch.float32}
+        for name in family.facts.image_encoders:
+            assert {parameter.dtype for parameter in modules.pop(name).parameters()} == {torch.float32}
         denoiser = getattr(pipe, family.facts.denoiser_name)
         in_float32 = set(getattr(denoiser, "_keep_in_fp32_modules", None) or ())  # diffusers keeps these so
         for part in modules.values():
