@@ -52,8 +52,7 @@ MISSING_TASKS = {
 """The models of musubi-tuner that cannot be trained here, by their tasks; those of Kandinsky 5 begin with k5."""
 
 _SUPPORTED = (
-    "the models of musubi-tuner that can be trained are FLUX.1 Kontext, FLUX.2, Qwen-Image, Wan 2.1, Z-Image and "
-    "Krea 2"
+    "the models of musubi-tuner that can be trained are FLUX.1 Kontext, FLUX.2, Qwen-Image, Wan 2.1, Z-Image and Krea 2"
 )
 
 

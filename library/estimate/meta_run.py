@@ -553,9 +553,7 @@ class MetaRun:
             for wide, high in batch.control_sizes
         )
         frame_cond = {name: each.new_empty(count, *each.shape[1:]) for name, each in frame_cond.items()}
-        return PixelBatch(
-            *fields, moments=moments, cond=cond, control_latents=controls, frame_cond=frame_cond or None
-        )
+        return PixelBatch(*fields, moments=moments, cond=cond, control_latents=controls, frame_cond=frame_cond or None)
 
     def _quantize_and_fuse(self, config: RunConfig, precision: str) -> None:
         if is_quantized_or_offloaded(config.model, config.train):

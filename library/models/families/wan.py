@@ -47,7 +47,7 @@ def _match_wan(read: ConfigReader) -> FamilyMatch | None:
     if index.get("expand_timesteps"):
         return None  # Wan 2.2 TI2V
     if config.get("image_dim"):
-        raise ModelError("it makes videos from images, which cannot be trained yet; use Wan 2.1 T2V")
+        raise ModelError("it is a Wan 2.1 with an image encoder in a pipeline without one; use its own folder")
     return match_flow_model(read, 1, f"the transformer has {config.get('num_layers')} blocks")
 
 

@@ -74,6 +74,9 @@ FACTS = replace(
         unsupported_shapes={},
         trainer_names=DetectionFacts.trainer_names,
     ),
+    single_files=replace(
+        WAN_FACTS.single_files, renames={"img_emb.emb_pos": "condition_embedder.image_embedder.pos_embed"}
+    ),
     lora=replace(
         WAN_FACTS.lora,
         targets=(*WAN_FACTS.lora.targets, "attn2.add_k_proj", "attn2.add_v_proj"),
@@ -111,7 +114,9 @@ class WanI2V(Wan):
         # The one that resizes with Pillow, as the pipeline's does without torchvision; older versions have no other.
         names = ("CLIPImageProcessorPil", "CLIPImageProcessor")
         processor: Any = next(filter(None, (getattr(transformers, name, None) for name in names)))
-        pipe.image_processor = processor(**(read(PROCESSOR_CONFIG) or {}))
+        side = read_required(read, "image_encoder/config.json")["image_size"]
+        sizes = {"size": {"shortest_edge": side}, "crop_size": {"height": side, "width": side}}
+        pipe.register_modules(image_processor=processor(**(read(PROCESSOR_CONFIG) or sizes)))
 
     @property
     def has_last_frame(self) -> bool:
@@ -186,9 +191,7 @@ FIRST_LAST_FACTS = replace(
         num_parameters=16_395_536_704,
         hub_id="Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers",
     ),
-    detection=replace(
-        FACTS.detection, match_configs=_match_wan_flf2v, keys=(*FACTS.detection.keys, "img_emb.emb_pos")
-    ),
+    detection=replace(FACTS.detection, match_configs=_match_wan_flf2v, keys=(*FACTS.detection.keys, "img_emb.emb_pos")),
     lora=replace(FACTS.lora, modelspec_architecture="wan2.1-flf2v"),
     sampling=replace(FACTS.sampling, image_size=(1280, 720), frame_images=("image_path", "end_image_path")),
     options=replace(FACTS.options, musubi_versions={"flf2v-14B": {"ffn_dim": 13824}}),
