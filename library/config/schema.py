@@ -222,6 +222,12 @@ class ModelConfig:
         changes_text_outputs=False,
         written_at_default="kohya",
     )
+    noise_experts: Literal["both", "high_noise", "low_noise"] = define_option(
+        "both",
+        "the transformers of Wan 2.2 A14B that are trained: both in one run, each with a LoRA file of its own, or one, "
+        "which alone is loaded",
+        needs=(OfModel(),),
+    )
     control: Literal["none", "omini", "channels"] = define_option(
         "none",
         "train conditioning on images: omini: OminiControl, the condition as extra tokens, with LoRA on these only "

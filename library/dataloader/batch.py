@@ -268,6 +268,8 @@ class Batch:
     resolution_sides: tuple[int, ...] = ()  # sides in pixels of squares with the areas of the datasets' resolutions
     frame_cond: Mapping[str, Tensor] = field(default_factory=dict)
     """What a model that continues images gets of the clip's own frames, by the family's own keys."""
+    expert: str = ""
+    """The expert of the noise levels of this batch, where the model has two."""
     build_draws: Callable[[str], list[random.Random]] | None = None
     """Build a generator for each sample by what is drawn; None where nothing may be random, as in validation."""
 

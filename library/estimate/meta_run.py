@@ -306,7 +306,7 @@ class MetaRun:
             to_device=CopyStream(META),
             trains_text_encoders=bool(self.trained_encoders),
             pads_texts=pipeline,
-        )
+        ).list_expert_tasks()[0]
         self.encoding_peaks: dict[str, int] = {} if same_settings is None else same_settings.encoding_peaks
         """Peak bytes of the text encoders and of the VAE, where they are not cached."""
         self.batch: PixelBatch = self._build_batch(batch) if same_settings is None else same_settings.batch

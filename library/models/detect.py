@@ -29,7 +29,7 @@ from .checkpoint_inspection import (
     resolve_component_source,
 )
 from .facts import FamilyFacts, FamilyMatch
-from .families import CONTROL_FAMILIES, FAMILY_FACTS
+from .families import CONTROL_FAMILIES, EXPERT_FAMILIES, FAMILY_FACTS
 from .model_configs import (
     ConfigReader,
     ModelError,
@@ -350,6 +350,8 @@ def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> Detect
     """Resolve the component options and check the options of the family; all problems are raised together."""
     control, controls = model_config.control, CONTROL_FAMILIES.get(detected.family, {})
     detected = replace(detected, family=controls.get(control, detected.family))
+    experts = EXPERT_FAMILIES.get(detected.family, {})
+    detected = replace(detected, family=experts.get(model_config.noise_experts, detected.family))
     facts, problems, read = get_family_facts(detected.family), list[Problem](), get_config_reader(detected)
     sources = {}
     for option in COMPONENT_OPTIONS:

@@ -15,6 +15,7 @@ from ..adapters.token_layout import TokenLayout
 from ..config.network_args import GENERAL_NETWORK, NetworkFacts
 from ..config.schema import ModelConfig
 from ..dataset.frame_windows import FrameRule
+from ..diffusion.noise_experts import NoiseExperts
 from ..problems import Problem
 from .model_configs import ConfigReader
 from .training_noise import AS_SAMPLED, TrainingNoiseFacts
@@ -46,7 +47,12 @@ class PipelineFacts:
     class_name: str
     """Name of the diffusers pipeline class in ``model_index.json``."""
     denoisers: tuple[str, ...] = ("transformer",)
-    """The components that predict the noise: ``unet`` or ``transformer``; the first is trained."""
+    """The components that predict the noise: ``unet`` or ``transformer``; two, where there are ``experts``.
+
+    The first has the LoRA; once both are loaded, it is both (``models/expert_denoiser.py``).
+    """
+    experts: NoiseExperts | None = None
+    """The experts for high and low noise, where the model has two denoisers."""
     kind: Literal["image", "edit", "video"] = "image"
     """The kind of output: images from text, edited images, or videos."""
     frames: FrameRule | None = None

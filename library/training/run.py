@@ -346,7 +346,8 @@ def _write_preview_grid(save: SaveConfig, prompts: Sequence[str], started_at: fl
 
 
 def _log_output_paths(callbacks: RunCallbacks, grid: Path | None) -> None:
-    logger.info("LoRA file: %s", callbacks.save_adapter.saved_paths[-1])
+    for path in callbacks.save_adapter.last_paths:
+        logger.info("LoRA file: %s", path)
     if callbacks.preview.output_dir.is_dir():
         logger.info("previews: %s", callbacks.preview.output_dir)
     if grid is not None:

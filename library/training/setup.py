@@ -89,10 +89,10 @@ def load_training_pipeline(
     needed = [name for name in family.facts.components if name not in cached or is_tokenizer(name)]
     dtype = MIXED_PRECISION_DTYPES[strategy.mixed_precision]
     encoders = select_trained_text_encoders(config.adapter, config.optim, family.facts)
-    trained = {family.facts.denoiser_name, *encoders}
+    trained = {*family.facts.pipeline.denoisers, *encoders}
     devices = {name: strategy.base_load_device if name in trained else strategy.device for name in needed}
     if is_quantized_or_offloaded(config.model, config.train):  # the full weights might not fit on the device
-        devices[family.facts.denoiser_name] = HOST
+        devices |= dict.fromkeys(family.facts.pipeline.denoisers, HOST)
     pipe = None
     for device in dict.fromkeys(devices.values()):
         names = [name for name in needed if devices[name] == device]

@@ -93,6 +93,8 @@ class DiffusionTask:
     """The most samples of an optimizer step over all ranks, by which ``num_timestep_buckets`` counts samples."""
     resolution_sides: tuple[int, ...] = ()
     """Sides in pixels of squares with the areas of the datasets' resolutions."""
+    only_expert: str = ""
+    """The expert that all steps train, where it is not drawn."""
     pads_texts: bool = False
     """Whether texts are padded, so that fewer batches differ in shape."""
     micro_batch_stats: list[MicroBatchStats] = field(default_factory=list)
@@ -113,11 +115,13 @@ class DiffusionTask:
         with record_phase("encode", pixel_batch):
             batch = self.encode(pixel_batch, step)
         draws = partial(self._build_draws, step=step, global_positions=batch.global_positions)
-        batch = replace(batch, build_draws=draws)
+        expert, quantiles = self._draw_expert(step, batch.latents)
+        batch = replace(batch, build_draws=draws, expert=expert)
         noised = self.objective.add_noise(
             batch.latents,
             partial(self.build_generators, step=step, global_positions=batch.global_positions),
             self._draw_timestep_buckets(step, batch.global_positions),
+            quantiles,
         )
         return StepInputs(batch, noised, None if self.dropout is None else self.dropout.sample_keys)
 
@@ -140,6 +144,20 @@ class DiffusionTask:
         batch, timesteps = inputs.batch, inputs.noised.timesteps / self.objective.process.num_timesteps
         stats = MicroBatchStats(timesteps, losses, batch.loss_weights, batch.sample_keys, batch.global_positions)
         self._record_stats(stats, step)
+
+    def _draw_expert(self, step: int, latents: Tensor) -> tuple[str, tuple[float, float]]:
+        """Draw the expert that a step trains, and the quantiles of its noise levels; none and all without experts."""
+        experts, distribution = self.family.facts.pipeline.experts, self.objective.distribution
+        if experts is None or distribution is None:
+            return "", (0.0, 1.0)
+        expert = self.only_expert or experts.draw(self.seed, step, distribution)
+        num_tokens = self.objective.process.count_tokens(latents.shape)
+        return expert, experts.get_quantiles(expert, distribution, num_tokens)
+
+    def list_expert_tasks(self) -> "list[DiffusionTask]":
+        """This task, or of a model of two experts one for either, whatever the step."""
+        experts = self.family.facts.pipeline.experts
+        return [self] if experts is None else [replace(self, only_expert=name) for name in experts.list_trained()]
 
     def _draw_timestep_buckets(self, step: int, global_positions: Sequence[int]) -> Sequence[int]:
         """Draw the timestep buckets of samples by their number in the run; none without ``num_timestep_buckets``."""

@@ -11,6 +11,7 @@ from ..adapters import injection
 from ..config.schema import AdapterConfig, ModelConfig, RunConfig, TrainConfig
 from ..config.schema_distributed import ParallelConfig
 from ..config.schema_optim import OptimConfig
+from ..config.schema_output import PreviewConfig
 from ..config.validate_adapter import validate_adapter_for_model
 from ..errors import ConfigError
 from ..models.base import Family
@@ -204,6 +205,26 @@ def validate_compile(family: Family, is_compile_enabled: bool) -> Iterator[Probl
     reason = family.facts.blocks.unsupported_strategies.get("compile")
     if is_compile_enabled and reason:
         yield Problem("torch_compile", reason, "remove it")
+
+
+def validate_noise_experts(
+    adapter: AdapterConfig, preview: PreviewConfig, family: Family, engine: str
+) -> Iterator[Problem]:
+    """A run of both experts starts from no LoRA file and knows no DeepSpeed; previews need both."""
+    experts = family.facts.pipeline.experts
+    if experts is None:
+        return
+    if experts.trained != "both":
+        if preview.sample_prompts is not None:
+            text = f"previews are sampled with both experts, and {experts.trained} alone is loaded"
+            yield Problem("sample_prompts", text, "leave it out, or set noise_experts both", others=("noise_experts",))
+        return
+    if engine and (reason := family.facts.blocks.unsupported_strategies.get(engine.lower())):
+        yield Problem("noise_experts", f"{engine}: {reason}, or use --fsdp")
+    for name in ("network_weights", "base_weights", "training_adapter"):
+        if getattr(adapter, name):
+            text = "a LoRA file is of one expert, and both are trained"
+            yield Problem(name, text, "train one with --noise_experts high_noise or low_noise", others=("noise_experts",))
 
 
 def validate_block_swap(

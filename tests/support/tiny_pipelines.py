@@ -682,6 +682,14 @@ def wan_flf2v() -> TinyCase:
     return _add_frame_images(wan("wan_flf2v"), "image", "last_image")
 
 
+def wan22_t2v() -> TinyCase:
+    return wan("wan22_t2v")
+
+
+def wan22_i2v() -> TinyCase:
+    return _add_frame_images(wan("wan22_i2v"), "image")
+
+
 def wan22_ti2v() -> TinyCase:
     def simplify_call(arguments: dict[str, Any]) -> dict[str, Any]:
         """The pipeline gives each token the same time."""
@@ -961,6 +969,8 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "wan": wan,
     "wan_i2v": wan_i2v,
     "wan_flf2v": wan_flf2v,
+    "wan22_t2v": wan22_t2v,
+    "wan22_i2v": wan22_i2v,
     "wan22_ti2v": wan22_ti2v,
     "skyreels_v2": skyreels_v2,
     "hunyuan_video15": hunyuan_video15,

@@ -42,10 +42,8 @@ WAN_TEXT_TOKENS = 512
 
 def _match_wan(read: ConfigReader) -> FamilyMatch | None:
     index, config = read_required(read, "model_index.json"), read_required(read, "transformer/config.json")
-    if index.get("boundary_ratio") is not None:
-        raise ModelError("it is Wan 2.2 with two transformers, which cannot be trained yet; use Wan 2.1")
-    if index.get("expand_timesteps"):
-        return None  # Wan 2.2 TI2V
+    if index.get("boundary_ratio") is not None or index.get("expand_timesteps"):
+        return None  # Wan 2.2
     if config.get("image_dim"):
         raise ModelError("it is a Wan 2.1 with an image encoder in a pipeline without one; use its own folder")
     return match_flow_model(read, 1, f"the transformer has {config.get('num_layers')} blocks")

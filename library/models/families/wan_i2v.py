@@ -38,8 +38,10 @@ def _match_wan_flf2v(read: ConfigReader) -> FamilyMatch | None:
 
 def _match_images(read: ConfigReader, *, has_last_frame: bool) -> FamilyMatch | None:
     index, config = read_required(read, "model_index.json"), read_required(read, "transformer/config.json")
-    if index.get("boundary_ratio") is not None or index.get("expand_timesteps"):
-        raise ModelError("it is Wan 2.2 from images, which cannot be trained yet; use Wan 2.1 I2V")
+    if index.get("boundary_ratio") is not None:
+        return None  # Wan 2.2
+    if index.get("expand_timesteps"):
+        raise ModelError("its tokens have times of their own; give the folder of Wan 2.2 TI2V with WanPipeline")
     if bool(config.get("pos_embed_seq_len")) is not has_last_frame:
         return None
     given = "its first and last frame" if has_last_frame else "its first frame"
