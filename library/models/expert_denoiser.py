@@ -22,7 +22,12 @@ class ExpertDenoiser(ModelMixin):
     def __init__(self, high_noise: nn.Module, low_noise: nn.Module):
         super().__init__()
         self.high_noise, self.low_noise = high_noise, low_noise
-        for name in ("_no_split_modules", "_repeated_blocks", "_keep_in_fp32_modules", "_skip_layerwise_casting_patterns"):
+        for name in (
+            "_no_split_modules",
+            "_repeated_blocks",
+            "_keep_in_fp32_modules",
+            "_skip_layerwise_casting_patterns",
+        ):
             setattr(self, name, getattr(high_noise, name, None))
 
     @property

@@ -206,7 +206,9 @@ def validate_output_files(save: SaveConfig, state: StateConfig, train: TrainConf
 
 def _find_output_files(save: SaveConfig, train: TrainConfig, has_ema: bool) -> list[Path]:
     """The existing files with names that this run will write, as far as its length is known; the last one first."""
-    pattern = re.compile(rf"{re.escape(save.output_name)}(-(\d{{6,}})|-step(\d{{8,}}))?(-ema)?(_(high|low)_noise)?\.safetensors")
+    pattern = re.compile(
+        rf"{re.escape(save.output_name)}(-(\d{{6,}})|-step(\d{{8,}}))?(-ema)?(_(high|low)_noise)?\.safetensors"
+    )
     epochs = 1 if save.save_n_epoch_ratio else save.save_every_n_epochs
     steps = save.save_every_n_steps
     last_epoch = train.max_train_epochs or math.inf

@@ -32,7 +32,7 @@ from ..models.base import Family
 from ..models.detect import DetectedModel, detect_model
 from ..models.families import FAMILIES
 from ..models.own_families import compute_family_fingerprint, get_family_facts
-from ..models.trained_components import describe_trained_components, list_cached_text_components
+from ..models.trained_components import describe_expert_steps, describe_trained_components, list_cached_text_components
 from ..optim.lr_schedulers import build_lr_schedule
 from ..parallel.strategy import Strategy
 from ..parallel.strategy_registry import build_strategy
@@ -124,6 +124,8 @@ def _prepare_and_train(
     strategy.check_batch_sizes(batch_sizes, plan.batch_plan.accumulation_steps)
     for line in prepared.format_summary(plan.batch_plan, plan.steps).splitlines():
         logger.info("%s", line)
+    if experts := describe_expert_steps(config.noise, config.train.seed, range(plan.first_step, plan.steps), detected):
+        logger.info("%s", experts)
     build_lr_schedule(config.optim, plan.steps)  # some schedulers fail for this number of steps
     resume = Resume(config, strategy, detected=detected, prepared=prepared, plan=plan, started_at=started_at)
     if resume.is_complete(plan):

@@ -203,9 +203,7 @@ class SaveAdapter:
         tensors, metadata = read_safetensors(temporary, path)
         family, name = run.task.family, run.task.family.facts.denoiser_name
         adapter, pipe = part.select_adapter(self.adapter, name), part.select_pipe(run.task.pipe, name)
-        content = convert_from_file_format(
-            tensors, {**metadata, **file.metadata}, collect_component_keys(family, pipe)
-        )
+        content = convert_from_file_format(tensors, {**metadata, **file.metadata}, collect_component_keys(family, pipe))
         with run.strategy.bypass_tensor_parallel():
             trained, _ = split_idle_layers(content, adapter.kept.alphas)
             differences = list(compare_file_with_model(model, trained, adapter.alphas))

@@ -224,7 +224,9 @@ def validate_noise_experts(
     for name in ("network_weights", "base_weights", "training_adapter"):
         if getattr(adapter, name):
             text = "a LoRA file is of one expert, and both are trained"
-            yield Problem(name, text, "train one with --noise_experts high_noise or low_noise", others=("noise_experts",))
+            yield Problem(
+                name, text, "train one with --noise_experts high_noise or low_noise", others=("noise_experts",)
+            )
 
 
 def validate_block_swap(
@@ -240,5 +242,6 @@ def validate_block_swap(
             "add --no-torch_compile",
         )
     count = len(find_innermost_blocks(load_denoiser_on_meta(family, detected)))
+    count *= len(family.facts.pipeline.denoisers)  # which have equally many
     if blocks_to_swap > count:
         yield Problem("blocks_to_swap", f"{blocks_to_swap}; this model has {count} blocks")
