@@ -72,6 +72,10 @@ class Objective:
         """The timesteps at the quantiles ``u`` (float64, between 0 and 1) for latents of this shape."""
         return compute_timesteps(u, self.noise_config, self.process, latents_shape, self.distribution)
 
+    def count_tokens(self, latents_shape: Size) -> int:
+        """Count the tokens of latents, by which shifts may depend on the size."""
+        return self.process.count_tokens(latents_shape) if isinstance(self.process, FlowMatchingProcess) else 0
+
     @cached_property
     def distribution(self) -> NoiseDistribution | None:
         """The distribution of the noise levels of a flow-matching model, with its tables; None for other models."""

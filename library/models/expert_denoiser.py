@@ -19,8 +19,8 @@ class ExpertDenoiser(ModelMixin):
     is_partly_idle = True
     """Whether a step trains a part of the modules only, so that the others get no gradient."""
 
-    def __init__(self, high_noise: nn.Module, low_noise: nn.Module):
-        super().__init__()
+    def __init__(self, high_noise: Any, low_noise: Any):
+        super().__init__()  # type: ignore[no-untyped-call]
         self.high_noise, self.low_noise = high_noise, low_noise
         for name in (
             "_no_split_modules",
@@ -29,6 +29,7 @@ class ExpertDenoiser(ModelMixin):
             "_skip_layerwise_casting_patterns",
         ):
             setattr(self, name, getattr(high_noise, name, None))
+        self.training = high_noise.training
 
     @property
     def config(self) -> Any:
@@ -57,8 +58,7 @@ class ExpertDenoiser(ModelMixin):
 
     def cache_context(self, *args: Any, **kwargs: Any) -> Any:
         """diffusers' pipeline calls this object as the expert of high noise."""
-        high_noise: Any = self.high_noise
-        return high_noise.cache_context(*args, **kwargs)
+        return self.high_noise.cache_context(*args, **kwargs)
 
     def save_pretrained(self, save_directory: Any, **options: Any) -> None:
         """Save the expert of high noise, whose place in the pipeline this is."""

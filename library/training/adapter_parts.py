@@ -22,9 +22,9 @@ class AdapterPart:
     expert: str = ""
     """The expert, where the model has both."""
 
-    def select_model(self, model: TrainableModules) -> nn.Module:
+    def select_model(self, model: nn.Module) -> nn.Module:
         """The modules of this part, by the names in its file."""
-        if not self.expert:
+        if not self.expert or not isinstance(model, TrainableModules):
             return model
         return TrainableModules(model.denoiser_name, {model.denoiser_name: model.denoiser.get_submodule(self.expert)})
 

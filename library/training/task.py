@@ -151,7 +151,7 @@ class DiffusionTask:
         if experts is None or distribution is None:
             return "", (0.0, 1.0)
         expert = self.only_expert or experts.draw(self.seed, step, distribution)
-        num_tokens = self.objective.process.count_tokens(latents.shape)
+        num_tokens = self.objective.count_tokens(latents.shape)
         return expert, experts.get_quantiles(expert, distribution, num_tokens)
 
     def list_expert_tasks(self) -> "list[DiffusionTask]":

@@ -74,7 +74,7 @@ def compute_losses_at_quantile(task: DiffusionTask, batch: Batch, quantile_index
     latents, objective = batch.latents, task.objective
     quantile, experts = TIMESTEP_QUANTILES[quantile_index], task.family.facts.pipeline.experts
     if experts is not None and objective.distribution is not None:
-        num_tokens = objective.process.count_tokens(latents.shape)
+        num_tokens = objective.count_tokens(latents.shape)
         if experts.trained != "both":  # the levels of one expert
             low, high = experts.get_quantiles(experts.trained, objective.distribution, num_tokens)
             quantile = low + (high - low) * quantile

@@ -71,7 +71,10 @@ def test_the_experts_of_steps_have_the_shares_of_their_noise_levels():
 def test_the_plan_says_how_many_steps_train_each_expert(dataset):
     flags = ["--dataset_config", str(dataset), "--seed", str(SEED), "--max_train_steps", str(STEPS)]
     text, _ = run_plan([*flags, "--pretrained_model_name_or_path", MODEL])
-    assert "experts, from noise level 0.875 on high_noise: high_noise 3 of 6 steps (50%), low_noise 3 of 6" in text
+    distribution = NoiseDistribution("shift", NoiseConfig(), FixedShift(3.0))
+    drawn = [NoiseExperts(0.875).draw(SEED, step, distribution) for step in range(STEPS)]
+    parts = [f"{each} {drawn.count(each)} of {STEPS} steps" for each in (HIGH_NOISE, LOW_NOISE)]
+    assert len({*drawn}) == 2 and all(part in text for part in parts)
     text, _ = run_plan([*flags, "--pretrained_model_name_or_path", MODEL, "--noise_experts", "low_noise"])
     assert "low_noise 6 of 6 steps (100%)" in text
 
@@ -169,7 +172,7 @@ def test_one_expert_alone_is_trained_at_its_noise_levels(expert, dataset, tmp_pa
     ],
 )
 def test_what_two_experts_cannot_do_is_refused_in_one_line(flags, reason, dataset, tmp_path):
-    (tmp_path / "file").write_text("a\n", encoding="utf-8")
-    values = [*flags.split(), str(tmp_path / "file")]
+    (tmp_path / "file.txt").write_text("a\n", encoding="utf-8")
+    values = [*flags.split(), str(tmp_path / "file.txt")]
     with pytest.raises(ConfigError, match=reason):
         train(*build_flags(dataset, tmp_path, *values))
