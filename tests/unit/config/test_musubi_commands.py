@@ -23,7 +23,7 @@ MODELS = {
     "networks.lora_flux": "flux_kontext",
     "networks.lora_wan": "wan",
 }
-MISSING = {"t2v-A14B": "Wan 2.2, which has two transformers", "": "module of HunyuanVideo"}
+MISSING = {"t2v-A14B": "trained from a folder in diffusers' format", "": "module of HunyuanVideo"}
 """What is said of the documented commands whose model is missing here, by their task."""
 
 
@@ -184,7 +184,7 @@ def test_what_would_change_the_result_is_refused_with_the_reason(flags, reason):
     ("flags", "title"),
     [
         ("--network_module networks.lora_wan --task t2v-14B-FC --clip x", "Fun-Control"),
-        ("--network_module networks.loha --task i2v-A14B --dit_high_noise x", "two transformers"),
+        ("--network_module networks.loha --task i2v-A14B --dit_high_noise x", "with --noise_experts"),
         ("--task k5-lite-t2v-5s-sd --nabla_P 0.9", "Kandinsky 5"),
         ("--network_module networks.lora_hv_1_5", "HunyuanVideo 1.5, which is trained from a folder"),
         ("--task t2v", "t2v is HunyuanVideo 1.5, which is trained from a folder in diffusers' format"),
