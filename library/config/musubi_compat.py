@@ -48,8 +48,8 @@ MISSING_TASKS = {
     **dict.fromkeys(("t2v-1.3B-FC", "t2v-14B-FC", "i2v-14B-FC"), "Wan 2.1 Fun-Control, which makes videos from clips"),
     **dict.fromkeys(
         ("t2v-A14B", "i2v-A14B"),
-        "Wan 2.2 A14B, which is trained from a folder in diffusers' format, with --pretrained_model_name_or_path in place"
-        " of --dit and --dit_high_noise: both transformers, or one with --noise_experts",
+        "Wan 2.2 A14B, which is trained from a folder in diffusers' format, with --pretrained_model_name_or_path in"
+        " place of --dit and --dit_high_noise: both transformers, or one with --noise_experts",
     ),
     "i2v": "HunyuanVideo 1.5 I2V, which makes videos from images",
 }

@@ -124,13 +124,11 @@ def _prepare_and_train(
     strategy.check_batch_sizes(batch_sizes, plan.batch_plan.accumulation_steps)
     for line in prepared.format_summary(plan.batch_plan, plan.steps).splitlines():
         logger.info("%s", line)
-    if experts := describe_expert_steps(config.noise, config.train.seed, range(plan.first_step, plan.steps), detected):
-        logger.info("%s", experts)
     build_lr_schedule(config.optim, plan.steps)  # some schedulers fail for this number of steps
     resume = Resume(config, strategy, detected=detected, prepared=prepared, plan=plan, started_at=started_at)
     if resume.is_complete(plan):
         return
-    _log_first_step(plan, resume)
+    _log_first_step(plan, resume, config, detected)
 
     num_images = len(prepared.manifest.samples)
     prepared, latents = cache_latents(encoders, prepared)
@@ -159,7 +157,10 @@ def _log_model(config: RunConfig, detected: DetectedModel) -> None:
     logger.info("%s", describe_trained_components(config.adapter, config.optim, facts))
 
 
-def _log_first_step(plan: RunPlan, resume: Resume) -> None:
+def _log_first_step(plan: RunPlan, resume: Resume, config: RunConfig, detected: DetectedModel) -> None:
+    steps = range(plan.first_step, plan.steps)
+    if experts := describe_expert_steps(config.noise, config.train.seed, steps, detected):
+        logger.info("%s", experts)
     if plan.first_step and resume.checkpoint is None:
         logger.info("starting after step %d of %d, without the steps before", plan.first_step, plan.steps)
 

@@ -193,11 +193,13 @@ class SaveAdapter:
             file.tensors,
             metadata,
             is_trained=part.has_trained(run),
-            check=(lambda each: self._verify_file(run, each, path, model, part, file)) if is_compared else None,
+            check=(lambda each: self._verify_file(run, each, path, model, part=part, file=file))
+            if is_compared
+            else None,
         )
 
     def _verify_file(
-        self, run: TrainingRun, temporary: Path, path: Path, model: nn.Module, part: AdapterPart, file: "AdapterFile"
+        self, run: TrainingRun, temporary: Path, path: Path, model: nn.Module, *, part: AdapterPart, file: "AdapterFile"
     ) -> None:
         """Read the temporary file back and compare the update of each layer with that of the adapter in memory."""
         tensors, metadata = read_safetensors(temporary, path)
