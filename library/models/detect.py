@@ -264,7 +264,7 @@ def _detect_single_file(
 def _reject_unsupported_name(path: Path, facts: FamilyFacts) -> None:
     for part, model in facts.detection.unsupported_file_names.items():
         if part in path.name.lower():
-            raise ModelError(f"is named ({part}) like {model}, which cannot be trained yet")
+            raise ModelError(f"is named ({part}) like {model}")
 
 
 def _mention_variants(detected: DetectedModel, configs: Sequence[str]) -> DetectedModel:

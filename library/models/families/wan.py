@@ -131,7 +131,7 @@ FACTS = FamilyFacts(
             ): "Wan 2.2 TI2V (diffusers' folders only) or a Fun-Control (cannot be trained yet)",
         },
         unsupported_file_names=dict.fromkeys(
-            ("high_noise", "low_noise"), "one of the two transformers of Wan 2.2 A14B"
+            ("high_noise", "low_noise"), "one of the two transformers of Wan 2.2 A14B; give the folder of both"
         ),
         trainer_names=TrainerNames(ai_toolkit=("wan21",), diffusion_pipe=("wan",)),
     ),
