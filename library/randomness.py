@@ -29,6 +29,9 @@ class Purpose:
     NOISE_OFFSET, MULTIRES_NOISE, INPUT_NOISE = "noise offset", "multires noise", "input noise"
     TEXT_DROPOUT, POSITION_CROP = "text encoder dropout", "position crop"
 
+    # The expert that a step trains, by step.
+    NOISE_EXPERT = "expert"
+
     # The parts of the timestep distribution, by block of as many samples in a row.
     TIMESTEP_BUCKETS = "timestep buckets"
 

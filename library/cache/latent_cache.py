@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..dataloader.augment import Augmenter
-from ..dataloader.batch import normalize_pixels
+from ..dataloader.batch import Moments, normalize_pixels
 from ..dataloader.images import BadSample, load_control_pixels, load_sample_pixels
 from ..dataloader.loader import move_channels_first
 from ..dataloader.prepare import PreparedData
@@ -31,7 +31,7 @@ from .distributed_encoding import CacheSpec, EncodedEntry, fill_cache, open_cach
 from .frozen_encoders import FrozenEncoders
 from .keys import LatentKeys, build_latent_keys, compute_encoder_fingerprint, get_cached_crop
 from .paths import LATENTS_DIR_NAME, TEMPORARY_FINGERPRINT
-from .readers import CONTROL_TENSOR, MASK_TENSOR, MOMENTS_TENSOR, LatentReader
+from .readers import CONTROL_TENSOR, FRAME_COND_TENSOR, MASK_TENSOR, MOMENTS_TENSOR, LatentReader
 
 logger = logging.getLogger(__name__)
 CACHE_DTYPES = {"float": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -68,7 +68,7 @@ class LatentEncoder:
         pipe: Any = None
         for batch in self._load_batches(batches, threads):
             if pipe is None:
-                pipe = self.encoders.load(("vae",), torch.float32)
+                pipe = self.encoders.load(self.encoders.family.facts.image_encoders, torch.float32)
             images = {}
             for index, image in batch.items():
                 if isinstance(image, BadSample):
@@ -112,6 +112,7 @@ class LatentEncoder:
     def _encode_images(self, pipe: Any, images: Mapping[int, LoadedEntry]) -> list[EncodedEntry]:
         pixels = torch.from_numpy(np.stack([move_channels_first(image) for image, _, _ in images.values()]))
         moments = self._encode_moments(pipe, pixels)
+        frame_cond = self._encode_frame_cond(pipe, pixels, moments)
         finite = moments.isfinite().flatten(1).all(1).tolist()
         dtype = CACHE_DTYPES[self.encoders.cache.cache_precision]
         entries = []
@@ -122,6 +123,8 @@ class LatentEncoder:
                 self.failures[index] = _report_overflow(sample.image)
                 continue
             tensors = {MOMENTS_TENSOR: value.to(dtype).cpu()}
+            for name, rows in frame_cond.items():
+                tensors[FRAME_COND_TENSOR.format(name)] = rows[row].to(dtype).cpu()
             if mask is not None:
                 tensors[MASK_TENSOR] = self._resize_mask(mask, (value.shape[-2], value.shape[-1]))
             for number, control in enumerate(controls):
@@ -147,6 +150,11 @@ class LatentEncoder:
         values = normalize_pixels(pixels.to(self.encoders.strategy.device))
         with torch.no_grad(), torch.autocast(values.device.type, enabled=False):
             return self.encoders.family.encode_moments(pipe, values).mean_and_std
+
+    def _encode_frame_cond(self, pipe: Any, pixels: Tensor, moments: Tensor) -> dict[str, Tensor]:
+        values = normalize_pixels(pixels.to(self.encoders.strategy.device))
+        with torch.no_grad(), torch.autocast(values.device.type, enabled=False):
+            return self.encoders.family.encode_frame_cond(pipe, values, Moments(moments))
 
     def _resize_mask(self, mask: MaskPixels, latent_size: tuple[int, int]) -> Tensor:
         """Resize a mask to the latents, on the device as training does."""
@@ -213,7 +221,7 @@ def count_encoded_pixels(augmenter: Augmenter, sample_index: int) -> int:
 
 def compute_vae_fingerprint(encoders: FrozenEncoders, cache_dir: Path) -> str:
     """Hash everything that decides which latents the VAE makes of given pixels, and how they are stored."""
-    weights = encoders.compute_weight_hashes(("vae",), cache_dir)
+    weights = encoders.compute_weight_hashes(encoders.family.facts.image_encoders, cache_dir)
     return compute_encoder_fingerprint(*identify_class(type(encoders.family)), encoders.cache.cache_precision, *weights)
 
 

@@ -28,9 +28,9 @@ from .format import ByteArray, deserialize_tensors, read_tensor_spans, stack_ten
 from .keys import EncodedText, LatentKeys, compute_text_key, stack_keys
 from .store import CacheStore
 
-MOMENTS_TENSOR, MASK_TENSOR, CONTROL_TENSOR = "moments", "mask", "control_{}"
+MOMENTS_TENSOR, MASK_TENSOR, CONTROL_TENSOR, FRAME_COND_TENSOR = "moments", "mask", "control_{}", "frame_{}"
 """Tensors of a latent entry: (2, C, H, W), or (2, C, F, H, W) of models of videos; for an image with a mask (1, H, W)
-in 0..1 at latent resolution; the mean of each control image (C, H, W) or clip (C, F, H, W)."""
+in 0..1 at latent resolution; the mean of each control image (C, H, W) or clip (C, F, H, W); ``Batch.frame_cond``."""
 
 PREFETCH_STEPS = 2
 _VARIABLE_LENGTH_SUFFIX = "*"
@@ -72,6 +72,13 @@ class LatentReader:
         blobs = self._read_blobs(sample_indices, flipped) if num_controls else []
         found = [stack_tensors(blobs, CONTROL_TENSOR.format(number)) for number in range(num_controls)]
         return tuple(latents for latents in found if isinstance(latents, Tensor))
+
+    def read_frame_cond(self, sample_indices: Sequence[int], flipped: Sequence[bool]) -> dict[str, Tensor] | None:
+        """Read what models get of the clips' own frames; None for those that get none."""
+        blobs, (start, end) = self._read_blobs(sample_indices, flipped), FRAME_COND_TENSOR.split("{}")
+        names = [name for name in read_tensor_spans(blobs[0]) if name.startswith(start) and name.endswith(end)]
+        found = {name.removeprefix(start): stack_tensors(blobs, name) for name in names}
+        return {name: value for name, value in found.items() if isinstance(value, Tensor)} or None
 
     def _read_blobs(self, sample_indices: Sequence[int], flipped: Sequence[bool]) -> list[ByteArray]:
         rows = self._rows[list(sample_indices), [int(is_flipped) for is_flipped in flipped]].tolist()
@@ -155,6 +162,7 @@ class CachedLatentLoader:
             cond=None if self.text_reader is None else self.text_reader.read_cond(captions, control_keys),
             control_latents=self.latent_reader.read_controls(shard.sample_indices, flipped, len(samples[0].controls)),
             control_keys=control_keys,
+            frame_cond=self.latent_reader.read_frame_cond(shard.sample_indices, flipped),
         )
         return batch.pin_memory() if self.pin_memory else batch
 

@@ -50,17 +50,18 @@ MISSING_MODELS = {
 """The models of musubi-tuner that cannot be trained here, by their network modules."""
 
 MISSING_TASKS = {
-    "i2v-14B": "Wan 2.1 I2V, which makes videos from images",
-    "flf2v-14B": "Wan 2.1 FLF2V, which makes videos from a first and a last frame",
     **dict.fromkeys(("t2v-1.3B-FC", "t2v-14B-FC", "i2v-14B-FC"), "Wan 2.1 Fun-Control, which makes videos from clips"),
-    **dict.fromkeys(("t2v-A14B", "i2v-A14B"), "Wan 2.2, which has two transformers, for high and for low noise"),
+    **dict.fromkeys(
+        ("t2v-A14B", "i2v-A14B"),
+        "Wan 2.2 A14B, which is trained from a folder in diffusers' format, with --pretrained_model_name_or_path in"
+        " place of --dit and --dit_high_noise: both transformers, or one with --noise_experts",
+    ),
     "i2v": "HunyuanVideo 1.5 I2V, which makes videos from images",
 }
 """The models of musubi-tuner that cannot be trained here, by their tasks; those of Kandinsky 5 begin with k5."""
 
 _SUPPORTED = (
-    "the models of musubi-tuner that can be trained are FLUX.1 Kontext, FLUX.2, Qwen-Image, Wan 2.1 T2V, Z-Image and "
-    "Krea 2"
+    "the models of musubi-tuner that can be trained are FLUX.1 Kontext, FLUX.2, Qwen-Image, Wan 2.1, Z-Image and Krea 2"
 )
 
 
@@ -79,10 +80,10 @@ _CACHING_OPTIONS = """
     text_cache_dtype
 """.split()
 _OTHER_MODEL_OPTIONS = """
-    bulk_decode clip dino_loss_backend dino_loss_every_n_steps dino_loss_feature_mode dino_loss_layer
+    bulk_decode dino_loss_backend dino_loss_every_n_steps dino_loss_feature_mode dino_loss_layer
     dino_loss_model_type dino_loss_no_norm dino_loss_resize dino_loss_use_gram dino_loss_weight dit_dtype dit_high_noise
     dit_in_channels f1 force_nabla_attention force_v2_1_time_embedding i2v_mode ideogram4_timestep_mu
-    ideogram4_timestep_std image_encoder initial_sigma latent_window_size log_loss_stats model_type nabla_P
+    ideogram4_timestep_std initial_sigma latent_window_size log_loss_stats model_type nabla_P
     nabla_add_sta nabla_method nabla_wH nabla_wT nabla_wW no_nabla_add_sta no_vae_load noise_clip_std noise_scale_end
     noise_scale_start offload_dit_during_sampling offload_inactive_dit one_frame override_dit sampler_preset
     scheduler_scale skip_t2i_visual_dummy text_encoder_clip text_encoder_dtype text_encoder_qwen

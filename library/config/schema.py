@@ -102,6 +102,10 @@ class ModelConfig:
         "text encoder, where it is a language model: file, folder or hub id",
         aliases=(Alias("qwen3"), Alias("gemma2"), Alias("t5", program="musubi-tuner")),
     )
+    image_encoder: str | None = _define_component(
+        "CLIP image encoder of models that make videos from images: file, folder or hub id",
+        aliases=(Alias("clip", program="musubi-tuner"),),
+    )
     ae: str | None = _define_component("alias of vae, for flow-matching models: file, diffusers folder or hub id")
     llm_adapter_path: str | None = _define_component(
         "the adapter between text encoder and transformer of Anima: file, folder or hub id"
@@ -219,6 +223,12 @@ class ModelConfig:
         needs=(Has(Trait.GUIDANCE), OfModel()),
         changes_text_outputs=False,
         written_at_default="kohya",
+    )
+    noise_experts: Literal["both", "high_noise", "low_noise"] = define_option(
+        "both",
+        "the transformers of Wan 2.2 A14B that are trained: both in one run, each with a LoRA file of its own, or one, "
+        "which alone is loaded",
+        needs=(OfModel(),),
     )
     control: Literal["none", "omini", "channels"] = define_option(
         "none",

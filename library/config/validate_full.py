@@ -55,6 +55,9 @@ def _validate_base_options(config: RunConfig) -> Iterator[Problem]:
     if config.distributed.mixed_precision == "fp8":
         fix = "use mixed_precision bf16"
         yield Problem("mixed_precision", "fp8 multiplies with frozen weights, which train full has not", fix)
+    if option := config.preservation.active_option:
+        text = "it keeps what the model predicts without the LoRA, and train full has none"
+        yield Problem(option, text, "remove it", others=adapter)
     if config.train.gpu_memory is not None:
         text = "it chooses among options for a frozen model"
         yield Problem("gpu_memory", f"{text}, and train full has none", "remove it", others=adapter)

@@ -1,8 +1,8 @@
 """Batches: ``PixelBatch`` from the loader, ``Batch`` for the denoiser, VAE ``Moments``, text conditioning ``Cond``."""
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -61,6 +61,7 @@ class PixelBatch:
     control_pixels: tuple[Tensor, ...] = ()  # one tensor for each control image, as ``pixels``
     control_latents: tuple[Tensor, ...] = ()  # cached ones, instead: (B, C, H, W), or (B, C, F, H, W)
     control_keys: tuple[str, ...] = ()  # a text for each sample that identifies its control images
+    frame_cond: dict[str, Tensor] | None = None  # cached ``Batch.frame_cond``
 
     def __len__(self) -> int:
         return len(self.sample_keys)
@@ -121,6 +122,10 @@ class PixelBatch:
             for wide, high in control_sizes
         )
         cond = None if self.cond is None else {name: _select_rows(value, rows) for name, value in self.cond.items()}
+        frame_cond = None
+        if self.frame_cond is not None and moments is not None:
+            size = moments.mean_and_std.shape[3:]
+            frame_cond = {name: _build_zeros(value, batch_size, size) for name, value in self.frame_cond.items()}
         return PixelBatch(
             pixels=pixels,
             captions=tuple(self.captions[row] for row in rows),
@@ -132,6 +137,7 @@ class PixelBatch:
             cond=cond,
             control_pixels=controls if self.moments is None else (),
             control_latents=() if self.moments is None else controls,
+            frame_cond=frame_cond,
         )
 
     def crop_first_image(self, max_size: int, frame_rule: FrameRule | None = None) -> "PixelBatch":
@@ -181,7 +187,10 @@ class PixelBatch:
             changed[name] = tuple(map(fn, getattr(self, name)))
         moments = None if self.moments is None else Moments(fn(self.moments.mean_and_std))
         cond = None if self.cond is None else map_cond_tensors(self.cond, fn)
-        return replace(self, moments=moments, cond=cond, **changed)
+        frame_cond = None
+        if self.frame_cond is not None:
+            frame_cond = {name: fn(value) for name, value in self.frame_cond.items()}
+        return replace(self, moments=moments, cond=cond, frame_cond=frame_cond, **changed)
 
 
 def _resize_text(text: Tensor, length: TextLength) -> Tensor:
@@ -198,6 +207,17 @@ def _copy_corner(images: Tensor, target: Tensor) -> None:
     elif corner.shape[-3] != target.shape[-3]:
         corner = corner[..., : target.shape[-3], :, :]
     target.copy_(corner)
+
+
+def _build_zeros(value: Tensor, batch_size: int, size: Sequence[int]) -> Tensor:
+    """Build zeros like a tensor of ``frame_cond``, of which latents (B, C, F, H, W) have the size of the batch's.
+
+    Those of a first frame alone have one frame.
+    """
+    if value.ndim != 5:
+        return value.new_zeros(batch_size, *value.shape[1:])
+    frames = size[0] if value.shape[2] > 1 else 1
+    return value.new_zeros(batch_size, value.shape[1], frames, *size[1:])
 
 
 def _select_rows(value: Tensor | list[Tensor], rows: Sequence[int]) -> Tensor | list[Tensor]:
@@ -247,6 +267,10 @@ class Batch:
     text_pad_multiple: int = 1  # texts of varying length are padded to a multiple of this, and masked
     control_latents: tuple[Tensor, ...] = ()  # one tensor for each control image, as ``latents``, without noise
     resolution_sides: tuple[int, ...] = ()  # sides in pixels of squares with the areas of the datasets' resolutions
+    frame_cond: Mapping[str, Tensor] = field(default_factory=dict)
+    """What a model that continues images gets of the clip's own frames, by the family's own keys."""
+    expert: str = ""
+    """The expert of the noise levels of this batch, where the model has two."""
     build_draws: Callable[[str], list[random.Random]] | None = None
     """Build a generator for each sample by what is drawn; None where nothing may be random, as in validation."""
 

@@ -39,15 +39,22 @@ class Objective:
     loss_config: LossConfig
 
     def add_noise(
-        self, latents: Tensor, make_generators: GeneratorFactory, timestep_buckets: Sequence[int] = ()
+        self,
+        latents: Tensor,
+        make_generators: GeneratorFactory,
+        timestep_buckets: Sequence[int] = (),
+        quantiles: tuple[float, float] = (0.0, 1.0),
     ) -> NoisyBatch:
         """Noise the latents at random timesteps, a function of each sample's generators and timestep bucket only.
 
-        Random numbers are drawn on the CPU, so they are the same for every device.
+        Random numbers are drawn on the CPU, so they are the same for every device.  ``quantiles``: the part of the
+        distribution from which timesteps are drawn.
         """
         u, noise = sample_quantiles_and_noise(make_generators(Purpose.NOISE), latents.shape[1:])
         if timestep_buckets:
             u = (torch.tensor(timestep_buckets) + u) / (self.noise_config.num_timestep_buckets or 1)
+        if quantiles != (0.0, 1.0):
+            u = quantiles[0] + (quantiles[1] - quantiles[0]) * u
         timesteps = self.compute_timesteps(u, latents.shape).to(latents.device, non_blocking=True)
         noise = apply_noise_options(copy_async(noise, latents), latents, self.noise_config, make_generators)
         batch = self.add_noise_at(latents, noise, timesteps)
@@ -64,6 +71,10 @@ class Objective:
     def compute_timesteps(self, u: Tensor, latents_shape: Size) -> Tensor:
         """The timesteps at the quantiles ``u`` (float64, between 0 and 1) for latents of this shape."""
         return compute_timesteps(u, self.noise_config, self.process, latents_shape, self.distribution)
+
+    def count_tokens(self, latents_shape: Size) -> int:
+        """Count the tokens of latents, by which shifts may depend on the size."""
+        return self.process.count_tokens(latents_shape) if isinstance(self.process, FlowMatchingProcess) else 0
 
     @cached_property
     def distribution(self) -> NoiseDistribution | None:

@@ -16,7 +16,7 @@ from ..dataset.validate import find_sizes_for_some_models
 from ..models.detect import DetectedModel, build_control_limits, detect_model, get_config_reader, list_size_multiples
 from ..models.model_configs import read_encoded_sizes
 from ..models.own_families import get_family_facts
-from ..models.trained_components import describe_trained_components, list_cached_text_components
+from ..models.trained_components import describe_expert_steps, describe_trained_components, list_cached_text_components
 from .cache_size import CacheEstimate, estimate_caption_cache, estimate_latent_cache
 from .noise_summary import NoiseSummary, summarize_noise_levels
 
@@ -126,6 +126,8 @@ def build_dry_run(config: RunConfig, data_parallel_size: int) -> DryRun:
         settings = config.preview, config.distributed.mixed_precision, config.preservation
         estimates.append(estimate_caption_cache(*arguments, *settings, facts.control.text_tokens_per_image))
     trained = describe_trained_components(config.adapter, config.optim, facts)
+    if experts := describe_expert_steps(config.noise, config.train.seed, range(plan.first_step, plan.steps), detected):
+        notes.append(experts)
     return DryRun(
         detected=detected,
         prepared=prepared,

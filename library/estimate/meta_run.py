@@ -306,7 +306,7 @@ class MetaRun:
             to_device=CopyStream(META),
             trains_text_encoders=bool(self.trained_encoders),
             pads_texts=pipeline,
-        )
+        ).list_expert_tasks()[0]
         self.encoding_peaks: dict[str, int] = {} if same_settings is None else same_settings.encoding_peaks
         """Peak bytes of the text encoders and of the VAE, where they are not cached."""
         self.batch: PixelBatch = self._build_batch(batch) if same_settings is None else same_settings.batch
@@ -453,7 +453,7 @@ class MetaRun:
     def frozen_encoders(self) -> list[nn.Module]:
         """Frozen VAE and text encoders that stay on the device, as their outputs are not cached."""
         cache, adapter, optim = self.config.cache, self.config.adapter, self.config.optim
-        names = [] if cache.caches_latents else ["vae"]
+        names = [] if cache.caches_latents else [*self.family.facts.image_encoders]
         cached = list_cached_text_components(adapter, optim, self.family.facts) if cache.caches_text_outputs else ()
         names += [name for name in self.family.facts.text.components if name not in (*self.trained_encoders, *cached)]
         return [part for name in names if isinstance(part := getattr(self.pipe, name), nn.Module)]
@@ -539,7 +539,9 @@ class MetaRun:
         with torch.no_grad(), self._measure(self._models, dtype=None) as meter:  # the VAE runs in float32
             frames = (batch.num_frames,) if batch.num_frames > 1 else ()
             pixels = torch.empty(min(count, cache.vae_batch_size), 3, *frames, height, width, device=META)
-            latents = self.family.encode_moments(self.pipe, pixels).mean_and_std
+            moments = self.family.encode_moments(self.pipe, pixels)
+            frame_cond = self.family.encode_frame_cond(self.pipe, pixels, moments)
+            latents = moments.mean_and_std
         self.encoding_peaks["vae"] = meter.peak
         moments = Moments(latents.new_empty(count, *latents.shape[1:]))
         size_conditioning, loss_weights = torch.zeros(count, 6, device=META), torch.ones(count, device=META)
@@ -550,7 +552,8 @@ class MetaRun:
             latents.new_empty(count, *latents.shape[2:-2], high // factor, wide // factor)
             for wide, high in batch.control_sizes
         )
-        return PixelBatch(*fields, moments=moments, cond=cond, control_latents=controls)
+        frame_cond = {name: each.new_empty(count, *each.shape[1:]) for name, each in frame_cond.items()}
+        return PixelBatch(*fields, moments=moments, cond=cond, control_latents=controls, frame_cond=frame_cond or None)
 
     def _quantize_and_fuse(self, config: RunConfig, precision: str) -> None:
         if is_quantized_or_offloaded(config.model, config.train):

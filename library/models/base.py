@@ -172,6 +172,18 @@ class Family(ABC):
 
         return encode_vae_moments(pipe.vae, pixels)
 
+    def encode_frame_cond(self, pipe: Any, pixels: Tensor, moments: Moments) -> dict[str, Tensor]:
+        """Encode what the denoiser gets of the frames of a clip itself, such as the first, beside the noisy latents.
+
+        ``moments`` are those of the pixels.  Nothing is random here; the result is cached with the moments, in one row
+        per sample, and is ``Batch.frame_cond``.
+        """
+        return {}
+
+    def select_trained_frames(self, loss: Tensor, batch: Batch) -> Tensor:
+        """Leave out of a loss for each element that of the frames that are given to the denoiser."""
+        return loss
+
     def decode_latents(self, pipe: Any, latents: Tensor) -> Tensor:
         """Decode latents to pixels in -1..1."""
         from .vae import decode_vae_latents

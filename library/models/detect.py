@@ -29,7 +29,7 @@ from .checkpoint_inspection import (
     resolve_component_source,
 )
 from .facts import FamilyFacts, FamilyMatch
-from .families import CONTROL_FAMILIES, FAMILY_FACTS
+from .families import CONTROL_FAMILIES, EXPERT_FAMILIES, FAMILY_FACTS
 from .model_configs import (
     ConfigReader,
     ModelError,
@@ -53,7 +53,7 @@ from .own_families import (
 
 _REPO_ID_PATTERN = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 COMPONENT_OPTIONS = (
-    *("vae", "clip_l", "clip_g", "t5xxl", "byt5", "ae", "text_encoder"),
+    *("vae", "clip_l", "clip_g", "t5xxl", "byt5", "ae", "text_encoder", "image_encoder"),
     *("llm_adapter_path", "t5_tokenizer_path"),
 )
 SourceType = Literal["folder", "hub", "file", "random"]
@@ -264,7 +264,7 @@ def _detect_single_file(
 def _reject_unsupported_name(path: Path, facts: FamilyFacts) -> None:
     for part, model in facts.detection.unsupported_file_names.items():
         if part in path.name.lower():
-            raise ModelError(f"is named ({part}) like {model}, which cannot be trained yet")
+            raise ModelError(f"is named ({part}) like {model}")
 
 
 def _mention_variants(detected: DetectedModel, configs: Sequence[str]) -> DetectedModel:
@@ -350,6 +350,8 @@ def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> Detect
     """Resolve the component options and check the options of the family; all problems are raised together."""
     control, controls = model_config.control, CONTROL_FAMILIES.get(detected.family, {})
     detected = replace(detected, family=controls.get(control, detected.family))
+    experts = EXPERT_FAMILIES.get(detected.family, {})
+    detected = replace(detected, family=experts.get(model_config.noise_experts, detected.family))
     facts, problems, read = get_family_facts(detected.family), list[Problem](), get_config_reader(detected)
     sources = {}
     for option in COMPONENT_OPTIONS:

@@ -15,6 +15,7 @@ from ..adapters.token_layout import TokenLayout
 from ..config.network_args import GENERAL_NETWORK, NetworkFacts
 from ..config.schema import ModelConfig
 from ..dataset.frame_windows import FrameRule
+from ..diffusion.noise_experts import NoiseExperts
 from ..problems import Problem
 from .model_configs import ConfigReader
 from .training_noise import AS_SAMPLED, TrainingNoiseFacts
@@ -46,11 +47,18 @@ class PipelineFacts:
     class_name: str
     """Name of the diffusers pipeline class in ``model_index.json``."""
     denoisers: tuple[str, ...] = ("transformer",)
-    """The components that predict the noise: ``unet`` or ``transformer``; the first is trained."""
+    """The components that predict the noise: ``unet`` or ``transformer``; two, where there are ``experts``.
+
+    The first has the LoRA; once both are loaded, it is both (``models/expert_denoiser.py``).
+    """
+    experts: NoiseExperts | None = None
+    """The experts for high and low noise, where the model has two denoisers."""
     kind: Literal["image", "edit", "video"] = "image"
     """The kind of output: images from text, edited images, or videos."""
     frames: FrameRule | None = None
     """What a model of videos asks of the frames of clips; None: it makes images, and is trained on images only."""
+    frame_encoders: tuple[str, ...] = ()
+    """The components besides the VAE that ``encode_frame_cond`` needs."""
     num_parameters: int = 0
     """Number of parameters of the published denoiser; of its largest size, if there are several."""
     hub_id: str = ""
@@ -350,4 +358,9 @@ class FamilyFacts:
     @property
     def components(self) -> tuple[str, ...]:
         """The subfolders of a complete model, apart from the scheduler's; all that can be loaded."""
-        return (*self.pipeline.denoisers, "vae", *self.text.components)
+        return (*self.pipeline.denoisers, *self.image_encoders, *self.text.components)
+
+    @property
+    def image_encoders(self) -> tuple[str, ...]:
+        """The components that encode images and clips; without them training has to have cached latents."""
+        return ("vae", *self.pipeline.frame_encoders)

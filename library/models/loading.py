@@ -91,7 +91,7 @@ def load_pipeline(
     for name in components:
         with _raise_config_error(model, name), disable_progress_bars():
             # Older VAEs overflow in half precision; they are small and run once per image.
-            precision = torch.float32 if name == "vae" else dtype
+            precision = torch.float32 if name in family.facts.image_encoders else dtype
             component_class = import_model_class(*index[name])
             loaded[name] = _load_component(
                 family,
@@ -138,7 +138,7 @@ def load_pipeline_on_meta(family: "Family", model: DetectedModel, dtype: torch.d
             component = build_empty_model(component_class, read_required(read, f"{name}/config.json"))
         if name == family.facts.denoiser_name:
             family.prepare_denoiser(component)
-        loaded_dtype = torch.float32 if name == "vae" else dtype
+        loaded_dtype = torch.float32 if name in family.facts.image_encoders else dtype
         for parameter in component.parameters():
             parameter.data = parameter.data.to(loaded_dtype)
         cast_persistent_buffers(component, loaded_dtype)

@@ -65,7 +65,7 @@ def sample_frames(
     # Decode outside of the pipeline, which would cast the float32 VAE to the denoiser's dtype.
     with _seed_global_generators(generator.initial_seed(), latents.device):
         pixels = family.decode_sampled_latents(sampling_pipe, latents, height, width)
-    processor = getattr(sampling_pipe, "image_processor", None) or sampling_pipe.video_processor
+    processor = getattr(sampling_pipe, "video_processor", None) or sampling_pipe.image_processor
     frames = pixels[0].transpose(0, 1) if pixels.ndim == 5 else pixels[:1]  # (frames, channels, height, width)
     images: list[Image] = processor.postprocess(frames, output_type="pil")
     return images

@@ -185,6 +185,6 @@ def _convert_text_encoder_keys(
 
 def _strip_wrapper_modules(name: str) -> str:
     parts = name.split(".")
-    while parts[0] in ("model", "text_model", "language_model"):
+    while parts[0] in ("model", "text_model", "language_model", "vision_model"):
         parts = parts[1:]
     return ".".join(parts)

@@ -2,9 +2,12 @@
 
 from ..config.network_args import get_network_args
 from ..config.schema import AdapterConfig
+from ..config.schema_objective import NoiseConfig
 from ..config.schema_optim import OptimConfig
 from ..config.unused_options import is_self_tuning_adafactor
+from .detect import DetectedModel, get_config_reader
 from .facts import FamilyFacts
+from .own_families import get_family_facts
 
 
 def get_component_lr(component: str, config: OptimConfig, facts: FamilyFacts) -> float:
@@ -51,3 +54,12 @@ def describe_trained_components(config: AdapterConfig, optim: OptimConfig, facts
 
 
 _DENOISER_TITLES = {"unet": "U-Net", "transformer": "transformer"}
+
+
+def describe_expert_steps(noise: NoiseConfig, seed: int, steps: range, model: DetectedModel) -> str:
+    """Say how many steps train each expert of a model of two; empty for others."""
+    facts = get_family_facts(model.family)
+    if facts.pipeline.experts is None:
+        return ""
+    distribution = facts.training_noise.build_distribution(noise, get_config_reader(model))
+    return facts.pipeline.experts.format_steps(seed, steps, distribution)

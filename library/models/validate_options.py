@@ -206,6 +206,10 @@ def _validate_frames(prompt: Prompt, model: DetectedModel) -> Iterator[Problem]:
     elif frames is not None and (below := rule.round_down(frames)) != frames:
         text = f"{facts.title} makes {rule.stride} x N + 1 frames, not {frames}"
         yield prompt.report("frame_count", text, f"use {below} or {below + rule.stride}")
+    for key, value in (("image_path", prompt.first_image), ("end_image_path", prompt.last_image)):
+        if key in facts.sampling.frame_images and value is None:
+            flag, word = ("--i", "begins") if key == "image_path" else ("--ei", "ends")
+            yield prompt.report(key, f"a clip of {facts.title} {word} with an image", f"give one with {flag}")
     ends = {"image_path": prompt.first_image, "end_image_path": prompt.last_image}
     for key, word in (("image_path", "begin"), ("end_image_path", "end")):
         if ends[key] is not None and key not in facts.sampling.frame_images:

@@ -20,8 +20,12 @@ class DDPStrategy(Strategy):
     """Wraps the model with accelerate, which means DDP where there are several processes.
 
     With CUDA graphs nothing is wrapped: the hooks of DDP do not run in a graph, and the nodes of autograd that they
-    hold belong to another stream.  Gradients are then all-reduced after the last backward.
+    hold belong to another stream.  Gradients are then all-reduced after the last backward; so they are where a step
+    trains a part of the model only, for whose other gradients DDP would wait.
     """
+
+    syncs_after_backward = False
+    """Whether gradients are all-reduced together, after the last backward of a step."""
 
     supports_cuda_graphs = True
 
@@ -29,7 +33,8 @@ class DDPStrategy(Strategy):
         with self._disable_accelerate_compile(), warnings.catch_warnings():
             # accelerate passes broadcast_buffers, which torch 2.13 deprecates; it still has its effect.
             warnings.filterwarnings("ignore", message=".*broadcast_buffers.* is deprecated", category=FutureWarning)
-            if self.uses_cuda_graphs:
+            self.syncs_after_backward = self.uses_cuda_graphs or getattr(model, "is_partly_idle", False)
+            if self.syncs_after_backward:
                 self.model = self.accelerator.prepare_model(model, evaluation_mode=True)
                 self.optimizer = self.accelerator.prepare_optimizer(optimizer)
                 return self.model, self.optimizer
@@ -48,7 +53,7 @@ class DDPStrategy(Strategy):
     def compute_gradients(
         self, task: TrainingTask, batches: Sequence[PixelBatch], num_samples: int, step: int
     ) -> Tensor:
-        if not self.uses_cuda_graphs:
+        if not self.syncs_after_backward:
             return self._all_reduce_loss(self._accumulate_gradients(task, batches, num_samples, step))
         total, gradients = self._compute_local_gradients(task, batches, num_samples, step)
         return self._all_reduce_gradients(total, gradients)

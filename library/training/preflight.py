@@ -132,6 +132,9 @@ def list_run_checks() -> Sequence[RunCheck]:
             config.model, config.parallel, facts.mixed_precision, facts.device
         ),
         lambda config, facts: validate_prompts(load_preview_prompts(config.preview), facts.detected),
+        lambda config, facts: validate_model.validate_noise_experts(
+            config.adapter, config.preview, facts.family, facts.optimizer_sharding_engine
+        ),
         lambda config, facts: validate_model.validate_block_swap(
             config.train.blocks_to_swap, facts.family, facts.detected, facts.is_compile_enabled
         ),
@@ -205,7 +208,9 @@ def validate_output_files(save: SaveConfig, state: StateConfig, train: TrainConf
 
 def _find_output_files(save: SaveConfig, train: TrainConfig, has_ema: bool) -> list[Path]:
     """The existing files and models with names that this run will write, as far as its length is known."""
-    pattern = re.compile(rf"{re.escape(save.output_name)}(-(\d{{6,}})|-step(\d{{8,}}))?(-ema)?(\.safetensors)?")
+    pattern = re.compile(
+        rf"{re.escape(save.output_name)}(-(\d{{6,}})|-step(\d{{8,}}))?(-ema)?(_(high|low)_noise)?(\.safetensors)?"
+    )
     epochs = 1 if save.save_n_epoch_ratio else save.save_every_n_epochs
     steps = save.save_every_n_steps
     last_epoch = train.max_train_epochs or math.inf

@@ -32,7 +32,7 @@ from ..models.base import Family
 from ..models.detect import DetectedModel, detect_model
 from ..models.families import FAMILIES
 from ..models.own_families import compute_family_fingerprint, get_family_facts
-from ..models.trained_components import describe_trained_components, list_cached_text_components
+from ..models.trained_components import describe_expert_steps, describe_trained_components, list_cached_text_components
 from ..optim.lr_schedulers import build_lr_schedule
 from ..parallel.strategy import Strategy
 from ..parallel.strategy_registry import build_strategy
@@ -131,7 +131,7 @@ def _prepare_and_train(
     resume = Resume(config, strategy, detected=detected, prepared=prepared, plan=plan, started_at=started_at)
     if resume.is_complete(plan):
         return
-    _log_first_step(plan, resume)
+    _log_first_step(plan, resume, config, detected)
 
     num_images, (prepared, latents) = len(prepared.manifest.samples), cache_latents(encoders, prepared)
     if len(prepared.manifest.samples) < num_images:  # images that could not be read were dropped
@@ -175,6 +175,10 @@ def _log_dataset(config: RunConfig, prepared: PreparedData, plan: RunPlan) -> No
 
 
 def _log_first_step(plan: RunPlan, resume: Resume) -> None:
+def _log_first_step(plan: RunPlan, resume: Resume, config: RunConfig, detected: DetectedModel) -> None:
+    steps = range(plan.first_step, plan.steps)
+    if experts := describe_expert_steps(config.noise, config.train.seed, steps, detected):
+        logger.info("%s", experts)
     if plan.first_step and resume.checkpoint is None:
         logger.info("starting after step %d of %d, without the steps before", plan.first_step, plan.steps)
 
@@ -376,7 +380,8 @@ def _write_preview_grid(save: SaveConfig, prompts: Sequence[str], started_at: fl
 
 
 def _log_output_paths(callbacks: RunCallbacks, grid: Path | None) -> None:
-    logger.info("%s: %s", callbacks.save_adapter.title, callbacks.save_adapter.saved_paths[-1])
+    for path in callbacks.save_adapter.last_paths:
+        logger.info("%s: %s", callbacks.save_adapter.title, path)
     if callbacks.preview.output_dir.is_dir():
         logger.info("previews: %s", callbacks.preview.output_dir)
     if grid is not None:

@@ -32,6 +32,7 @@ from ..errors import UserError
 from ..models.base import Family
 from ..models.collect_component_keys import collect_component_keys
 from ..models.sampling import use_eval_mode
+from .adapter_parts import AdapterPart, list_adapter_parts
 from .checkpoint_retention import AdapterRetention
 from .network_weights import split_idle_layers
 from .save_weights import SaveWeights, reserve_disk_space
@@ -56,10 +57,21 @@ class SaveAdapter(SaveWeights):
         super().__init__(config, prepared, started_at, retention)
         self.adapter = adapter
 
+    def _save_files(self, run: TrainingRun, path: Path) -> list[Path]:
+        """Write the file, or one for each expert."""
+        parts = {
+            path.with_name(f"{path.stem}{part.suffix}{path.suffix}"): part
+            for part in list_adapter_parts(run.task.family.facts)
+        }
+        for part_path, part in parts.items():
+            self._save_file(run, part_path, part)
+        return list(parts)
+
     def _prepare(self, run: TrainingRun) -> None:
         """Collect metadata, and raise if the adapter does not fit ``save_format``."""
         super()._prepare(run)
-        file = self._build_file(run, run.strategy.unwrap_model(run.model))
+        part = next(iter(list_adapter_parts(run.task.family.facts)))
+        file = self._build_file(run, part.select_model(run.strategy.unwrap_model(run.model)), part)
         logger.info("LoRA key names: %s", file.file_format)
         if file.client_losses:
             logger.warning(
@@ -67,22 +79,24 @@ class SaveAdapter(SaveWeights):
                 format_client_losses(file.client_losses),
             )
 
-    def _save_file(self, run: TrainingRun, path: Path) -> None:
-        trained = run.strategy.unwrap_model(run.model)
+    def _save_file(self, run: TrainingRun, path: Path, part: AdapterPart) -> None:
+        trained = part.select_model(run.strategy.unwrap_model(run.model))
         with use_eval_mode(trained):  # without dropout, which the verification would see
-            run.strategy.comm.run_on_main(lambda: self._write_file(run, path, trained))
+            run.strategy.comm.run_on_main(lambda: self._write_file(run, path, trained, part))
         logger.info("saved %s", path)
 
-    def _build_file(self, run: TrainingRun, model: nn.Module) -> "AdapterFile":
+    def _build_file(self, run: TrainingRun, model: nn.Module, part: AdapterPart) -> "AdapterFile":
         state, task = injection.get_adapter_state_dict(model), run.task
-        file = build_adapter_file(state, self.adapter, task.family, task.pipe, self.config.save_format)
+        name = task.family.facts.denoiser_name
+        adapter, pipe = part.select_adapter(self.adapter, name), part.select_pipe(task.pipe, name)
+        file = build_adapter_file(state, adapter, task.family, pipe, self.config.save_format)
         tensors = file_writer.cast_tensors(file.tensors, self.config.save_precision)
         if file.file_format != "diffusers":  # whose files cannot hold embeddings
             tensors |= self.adapter.kept.embeddings
         return replace(file, tensors=tensors)
 
-    def _write_file(self, run: TrainingRun, path: Path, model: nn.Module) -> None:
-        file = self._build_file(run, model)
+    def _write_file(self, run: TrainingRun, path: Path, model: nn.Module, part: AdapterPart) -> None:
+        file = self._build_file(run, model, part)
         metadata = self._build_metadata(run) | ({} if self.config.no_metadata else dict(file.metadata))
         metadata = add_model_hashes(file.tensors, metadata)
         # Only the first and the last file are compared with the model in memory; comparing all would take too long.
@@ -94,21 +108,23 @@ class SaveAdapter(SaveWeights):
             path,
             file.tensors,
             metadata,
-            is_trained=run.state.has_trained,
-            check=(lambda part: self._verify_file(run, part, path, model, file.metadata)) if is_compared else None,
+            is_trained=part.has_trained(run),
+            check=(lambda each: self._verify_file(run, each, path, model, part=part, file=file))
+            if is_compared
+            else None,
         )
 
     def _verify_file(
-        self, run: TrainingRun, part: Path, path: Path, model: nn.Module, file_metadata: Mapping[str, str]
+        self, run: TrainingRun, temporary: Path, path: Path, model: nn.Module, *, part: AdapterPart, file: "AdapterFile"
     ) -> None:
         """Read the temporary file back and compare the update of each layer with that of the adapter in memory."""
-        tensors, metadata = read_safetensors(part, path)
-        content = convert_from_file_format(
-            tensors, {**metadata, **file_metadata}, collect_component_keys(run.task.family, run.task.pipe)
-        )
+        tensors, metadata = read_safetensors(temporary, path)
+        family, name = run.task.family, run.task.family.facts.denoiser_name
+        adapter, pipe = part.select_adapter(self.adapter, name), part.select_pipe(run.task.pipe, name)
+        content = convert_from_file_format(tensors, {**metadata, **file.metadata}, collect_component_keys(family, pipe))
         with run.strategy.bypass_tensor_parallel():
-            trained, _ = split_idle_layers(content, self.adapter.kept.alphas)
-            differences = list(compare_file_with_model(model, trained, self.adapter.alphas))
+            trained, _ = split_idle_layers(content, adapter.kept.alphas)
+            differences = list(compare_file_with_model(model, trained, adapter.alphas))
         if differences:
             more = len(differences) - MAX_DIFFERENCES_SHOWN
             shown = "; ".join(differences[:MAX_DIFFERENCES_SHOWN]) + (f" (and {more} more)" if more > 0 else "")

@@ -53,11 +53,12 @@ class SaveModel(SaveWeights):
         super().__init__(config, prepared, started_at, retention)
         self.detected = detected
 
-    def _save_file(self, run: TrainingRun, path: Path) -> None:
+    def _save_files(self, run: TrainingRun, path: Path) -> list[Path]:
         trained = run.strategy.unwrap_model(run.model)
         with use_eval_mode(trained):
             run.strategy.comm.run_on_main(lambda: self._write_folder(run, path, trained))
         logger.info("saved %s", path)
+        return [path]
 
     def _write_folder(self, run: TrainingRun, path: Path, trained: nn.Module) -> None:
         """Write the folder beside ``path``, and give it its name when it is complete."""

@@ -51,6 +51,7 @@ class SaveWeights(ABC):
         self.config, self.prepared, self.started_at = config, prepared, started_at
         self.retention = retention or AdapterRetention(config)
         self.saved_paths: list[Path] = []
+        self.last_paths: list[Path] = []
         self.uploader: HubUploader | None = None
         if config.huggingface_repo_id is not None:
             self.uploader = HubUploader(config, config.huggingface_repo_id)
@@ -89,16 +90,15 @@ class SaveWeights(ABC):
 
     def save(self, run: TrainingRun, name: str) -> list[Path]:
         """Write the weights, and those of the EMA; ``name`` is without suffix. An error is raised on all ranks."""
-        paths = [Path(self.config.output_dir) / f"{name}{self.suffix}"]
+        path = Path(self.config.output_dir) / f"{name}{self.suffix}"
         with use_eval_weights(run.optimizer):
-            self._save_file(run, paths[0])
+            written = self._save_files(run, path)
+        self.saved_paths, self.last_paths = self.saved_paths + written, written
         if run.ema is not None:
-            paths.append(paths[0].with_name(f"{name}-ema{self.suffix}"))
             with run.ema.swap_parameters():
-                self._save_file(run, paths[1])
-        self.saved_paths.append(paths[0])
-        run.strategy.comm.run_on_main(lambda: self._upload(paths, is_last=run.state.step >= run.plan.steps))
-        return paths
+                written = written + self._save_files(run, path.with_name(f"{name}-ema{self.suffix}"))
+        run.strategy.comm.run_on_main(lambda: self._upload(written, is_last=run.state.step >= run.plan.steps))
+        return written
 
     def _upload(self, paths: list[Path], is_last: bool) -> None:
         # Earlier uploads finish first, so that retention deletes no file that is still being uploaded.
@@ -123,8 +123,8 @@ class SaveWeights(ABC):
             self.uploader.create_repo()
 
     @abstractmethod
-    def _save_file(self, run: TrainingRun, path: Path) -> None:
-        """Write and verify the weights as they are now. All ranks call it."""
+    def _save_files(self, run: TrainingRun, path: Path) -> list[Path]:
+        """Write and verify the weights as they are now, and return what was written. All ranks call it."""
 
     def _build_metadata(self, run: TrainingRun) -> dict[str, str]:
         info, facts = run.task.family.get_base_model_info(run.task.pipe), run.task.family.facts

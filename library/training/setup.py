@@ -85,25 +85,25 @@ def load_training_pipeline(
 
     Trained components go where the strategy wants them. A VAE that only previews need stays on the CPU in between.
     """
-    cached = set() if cache_readers.latent_reader is None else {"vae"}
+    cached = set() if cache_readers.latent_reader is None else {*family.facts.image_encoders}
     if cache_readers.text_reader is not None:
         cached |= {*list_cached_text_components(config.adapter, config.optim, family.facts)}
     needed = [name for name in family.facts.components if name not in cached or is_tokenizer(name)]
     encoders = select_trained_text_encoders(config.adapter, config.optim, family.facts)
-    trained = {family.facts.denoiser_name, *encoders}
+    trained = {*family.facts.pipeline.denoisers, *encoders}
     dtype = MIXED_PRECISION_DTYPES[strategy.mixed_precision]
     dtypes = dict.fromkeys(needed, dtype)
     if config.adapter.is_full:  # the weights that the optimizer updates
         dtypes |= dict.fromkeys(trained, torch.bfloat16 if config.distributed.full_bf16 else torch.float32)
     devices = {name: strategy.base_load_device if name in trained else strategy.device for name in needed}
     if is_quantized_or_offloaded(config.model, config.train):  # the full weights might not fit on the device
-        devices[family.facts.denoiser_name] = HOST
+        devices |= dict.fromkeys(family.facts.pipeline.denoisers, HOST)
     pipe = None
     for device, loaded_dtype in dict.fromkeys((devices[name], dtypes[name]) for name in needed):
         names = [name for name in needed if (devices[name], dtypes[name]) == (device, loaded_dtype)]
         pipe = family.load(detected, loaded_dtype, names, pipe=pipe, device=device)
     if "vae" not in needed and prompts:
-        pipe = family.load(detected, dtype, ("vae",), pipe=pipe)
+        pipe = family.load(detected, dtype, family.facts.image_encoders, pipe=pipe)
     for name in family.facts.components:
         module = getattr(pipe, name)
         if isinstance(module, torch.nn.Module):

@@ -66,7 +66,7 @@ class StepInputs:
 
 
 TENSOR_FIELDS = {
-    "batch": ("latents", "cond", "size_conditioning", "loss_weights", "mask", "control_latents"),
+    "batch": ("latents", "cond", "size_conditioning", "loss_weights", "mask", "control_latents", "frame_cond"),
     "noised": ("latents", "target", "timesteps"),
 }
 
@@ -97,6 +97,8 @@ class DiffusionTask:
     """The most samples of an optimizer step over all ranks, by which ``num_timestep_buckets`` counts samples."""
     resolution_sides: tuple[int, ...] = ()
     """Sides in pixels of squares with the areas of the datasets' resolutions."""
+    only_expert: str = ""
+    """The expert that all steps train, where it is not drawn."""
     pads_texts: bool = False
     """Whether texts are padded, so that fewer batches differ in shape."""
     micro_batch_stats: list[MicroBatchStats] = field(default_factory=list)
@@ -117,11 +119,13 @@ class DiffusionTask:
         with record_phase("encode", pixel_batch):
             batch = self.encode(pixel_batch, step)
         draws = partial(self._build_draws, step=step, global_positions=batch.global_positions)
-        batch = replace(batch, build_draws=draws)
+        expert, quantiles = self._draw_expert(step, batch.latents)
+        batch = replace(batch, build_draws=draws, expert=expert)
         noised = self.objective.add_noise(
             batch.latents,
             partial(self.build_generators, step=step, global_positions=batch.global_positions),
             self._draw_timestep_buckets(step, batch.global_positions),
+            quantiles,
         )
         dropout_keys = None if self.dropout is None else self.dropout.sample_keys
         return StepInputs(batch, noised, dropout_keys, self._prepare_preserved(pixel_batch, batch, noised))
@@ -158,7 +162,7 @@ class DiffusionTask:
             self.dropout.sample_keys = inputs.dropout_keys
         denoiser = self.denoiser if denoiser is None else denoiser
         predicted = self.family.predict(self.pipe, denoiser, noised.latents, noised.timesteps, batch)
-        loss = self.objective.compute_elementwise_loss(predicted, noised)
+        loss = self.family.select_trained_frames(self.objective.compute_elementwise_loss(predicted, noised), batch)
         losses = reduce_loss_per_sample(loss, batch.mask, normalize_by_area=self.normalize_masked_loss)
         for preserved in inputs.preserved:
             losses = losses + preserved.weights * self._compute_preserved_losses(preserved, denoiser)
@@ -168,8 +172,9 @@ class DiffusionTask:
         """Compute the loss of each sample (B,) against the prediction of the base model, of the whole image."""
         noised = preserved.noised
         predicted = self.family.predict(self.pipe, denoiser, noised.latents, noised.timesteps, preserved.batch)
+        loss = self.objective.compute_elementwise_loss(predicted, noised)
         return reduce_loss_per_sample(
-            self.objective.compute_elementwise_loss(predicted, noised), None, normalize_by_area=False
+            self.family.select_trained_frames(loss, preserved.batch), None, normalize_by_area=False
         )
 
     def record_losses(self, inputs: StepInputs, losses: Tensor, step: int) -> None:
@@ -177,6 +182,20 @@ class DiffusionTask:
         batch, timesteps = inputs.batch, inputs.noised.timesteps / self.objective.process.num_timesteps
         stats = MicroBatchStats(timesteps, losses, batch.loss_weights, batch.sample_keys, batch.global_positions)
         self._record_stats(stats, step)
+
+    def _draw_expert(self, step: int, latents: Tensor) -> tuple[str, tuple[float, float]]:
+        """Draw the expert that a step trains, and the quantiles of its noise levels; none and all without experts."""
+        experts, distribution = self.family.facts.pipeline.experts, self.objective.distribution
+        if experts is None or distribution is None:
+            return "", (0.0, 1.0)
+        expert = self.only_expert or experts.draw(self.seed, step, distribution)
+        num_tokens = self.objective.count_tokens(latents.shape)
+        return expert, experts.get_quantiles(expert, distribution, num_tokens)
+
+    def list_expert_tasks(self) -> "list[DiffusionTask]":
+        """This task, or of a model of two experts one for either, whatever the step."""
+        experts = self.family.facts.pipeline.experts
+        return [self] if experts is None else [replace(self, only_expert=name) for name in experts.list_trained()]
 
     def _draw_timestep_buckets(self, step: int, global_positions: Sequence[int]) -> Sequence[int]:
         """Draw the timestep buckets of samples by their number in the run; none without ``num_timestep_buckets``."""
@@ -234,10 +253,7 @@ class DiffusionTask:
             return self._build_batch(pixel_batch, cond, step)
 
     def _build_batch(self, pixel_batch: PixelBatch, cond: Cond, step: int) -> Batch:
-        cached = pixel_batch.moments
-        moments = (
-            self.encode_moments(pixel_batch.pixels) if cached is None else Moments(self.to_device(cached.mean_and_std))
-        )
+        moments, frame_cond = self._encode_images(pixel_batch)
         latents = moments.sample(self.build_generators(Purpose.LATENT_SAMPLE, step, pixel_batch.global_positions))
         size_conditioning = self.to_device(pixel_batch.size_conditioning)
         loss_weights = self.to_device(pixel_batch.loss_weights)
@@ -255,7 +271,24 @@ class DiffusionTask:
             text_pad_multiple=self._text_pad_multiple,
             control_latents=self._encode_controls(pixel_batch),
             resolution_sides=self.resolution_sides,
+            frame_cond=frame_cond,
         )
+
+    def _encode_images(self, pixel_batch: PixelBatch) -> tuple[Moments, dict[str, Tensor]]:
+        """Encode images or clips, and what the model gets of their own frames, unless both are cached."""
+        if pixel_batch.moments is not None:
+            frame_cond = {name: self.to_device(value).float() for name, value in (pixel_batch.frame_cond or {}).items()}
+            return Moments(self.to_device(pixel_batch.moments.mean_and_std)), frame_cond
+        if pixel_batch.pixels is None:
+            raise AssertionError("a batch has pixels or moments")
+        moments, parts = list[Tensor](), list[dict[str, Tensor]]()
+        with torch.autocast(self.to_device.device.type, enabled=False):  # the VAE overflows in half precision
+            for part in torch.split(pixel_batch.pixels, self.vae_batch_size):
+                pixels = normalize_pixels(self.to_device(part))
+                encoded = self.family.encode_moments(self.pipe, pixels)
+                moments.append(encoded.mean_and_std)
+                parts.append(self.family.encode_frame_cond(self.pipe, pixels, encoded))
+        return Moments(torch.cat(moments)), {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def _encode_controls(self, pixel_batch: PixelBatch) -> tuple[Tensor, ...]:
         """Encode control images, unless they are cached; diffusers' pipelines draw no samples of them either."""

@@ -50,6 +50,15 @@ class TrainableModules(nn.Module):
             self.add_module(name, part)
 
     @property
+    def denoiser_name(self) -> str:
+        return self._denoiser_name
+
+    @property
+    def is_partly_idle(self) -> bool:
+        """Whether a step trains a part of the modules only; which one, is the same on all ranks."""
+        return bool(getattr(self.denoiser, "is_partly_idle", False))
+
+    @property
     def denoiser(self) -> nn.Module:
         return self.get_submodule(self._denoiser_name)
 

@@ -57,7 +57,7 @@ def probe_gradients(run: TrainingRun, batch: PixelBatch) -> None:
         with torch.no_grad():
             for item in zeros:
                 item.copy_(torch.randn(item.shape, generator=generator) * PERTURBATION_STD)
-        loss = run_forward_backward(run, batch, task)
+        loss = torch.stack([run_forward_backward(run, batch, each) for each in task.list_expert_tasks()]).sum()
         _check_gradients(float(loss), {name: item.grad for name, item in weights.items()})
     finally:
         with torch.no_grad():

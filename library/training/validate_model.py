@@ -12,6 +12,7 @@ from ..adapters import injection
 from ..config.schema import AdapterConfig, ModelConfig, RunConfig, TrainConfig
 from ..config.schema_distributed import ParallelConfig
 from ..config.schema_optim import OptimConfig
+from ..config.schema_output import PreviewConfig
 from ..config.validate_adapter import validate_adapter_for_model
 from ..errors import ConfigError
 from ..models.base import Family
@@ -98,7 +99,10 @@ def load_denoiser_on_meta(family: Family, detected: DetectedModel) -> Any:
 
 
 def validate_trained_weights(adapter: AdapterConfig, family: Family, detected: DetectedModel) -> Iterator[Problem]:
-    """Each pattern of ``train_modules`` matches a weight of the denoiser."""
+    """Full training knows models of one denoiser; each pattern of ``train_modules`` matches a weight of it."""
+    if adapter.is_full and family.facts.pipeline.experts is not None:
+        yield Problem("train", f"{family.facts.title} has two transformers, and full trains one", "train lora")
+        return
     if not (adapter.is_full and adapter.train_modules):
         return
     names = [name for name, _ in load_denoiser_on_meta(family, detected).named_parameters()]
@@ -235,6 +239,28 @@ def validate_compile(family: Family, is_compile_enabled: bool) -> Iterator[Probl
         yield Problem("torch_compile", reason, "remove it")
 
 
+def validate_noise_experts(
+    adapter: AdapterConfig, preview: PreviewConfig, family: Family, engine: str
+) -> Iterator[Problem]:
+    """A run of both experts starts from no LoRA file and knows no DeepSpeed; previews need both."""
+    experts = family.facts.pipeline.experts
+    if experts is None:
+        return
+    if experts.trained != "both":
+        if preview.sample_prompts is not None:
+            text = f"previews are sampled with both experts, and {experts.trained} alone is loaded"
+            yield Problem("sample_prompts", text, "leave it out, or set noise_experts both", others=("noise_experts",))
+        return
+    if engine and (reason := family.facts.blocks.unsupported_strategies.get(engine.lower())):
+        yield Problem("noise_experts", f"{engine}: {reason}, or use --fsdp")
+    for name in ("network_weights", "base_weights", "training_adapter"):
+        if getattr(adapter, name):
+            text = "a LoRA file is of one expert, and both are trained"
+            yield Problem(
+                name, text, "train one with --noise_experts high_noise or low_noise", others=("noise_experts",)
+            )
+
+
 def validate_block_swap(
     blocks_to_swap: int | None, family: Family, detected: DetectedModel, is_compile_enabled: bool
 ) -> Iterator[Problem]:
@@ -248,5 +274,6 @@ def validate_block_swap(
             "add --no-torch_compile",
         )
     count = len(find_innermost_blocks(load_denoiser_on_meta(family, detected)))
+    count *= len(family.facts.pipeline.denoisers)  # which have equally many
     if blocks_to_swap > count:
         yield Problem("blocks_to_swap", f"{blocks_to_swap}; this model has {count} blocks")

@@ -72,15 +72,21 @@ def _compute_quantile_losses(task: DiffusionTask, pixel_batch: PixelBatch) -> Te
 def compute_losses_at_quantile(task: DiffusionTask, batch: Batch, quantile_index: int) -> Tensor:
     """Compute the training loss at a fixed timestep with fixed plain noise."""
     latents, objective = batch.latents, task.objective
-    u = torch.full((len(batch),), TIMESTEP_QUANTILES[quantile_index], dtype=torch.float64)
+    quantile, experts = TIMESTEP_QUANTILES[quantile_index], task.family.facts.pipeline.experts
+    if experts is not None and objective.distribution is not None:
+        num_tokens = objective.count_tokens(latents.shape)
+        if experts.trained != "both":  # the levels of one expert
+            low, high = experts.get_quantiles(experts.trained, objective.distribution, num_tokens)
+            quantile = low + (high - low) * quantile
+        batch = replace(batch, expert=experts.find_expert(quantile, objective.distribution, num_tokens))
+    u = torch.full((len(batch),), quantile, dtype=torch.float64)
     t = objective.compute_timesteps(u, latents.shape).to(latents.device)
     draws = task.build_generators(Purpose.VALIDATION_NOISE, quantile_index, batch.global_positions)
     noise = torch.stack([torch.randn(latents.shape[1:], generator=draw) for draw in draws]).to(latents)
     noised = objective.add_noise_at(latents, noise, t)
     predicted = task.family.predict(task.pipe, task.denoiser, noised.latents, noised.timesteps, batch)
-    losses = reduce_loss_per_sample(
-        objective.compute_elementwise_loss(predicted, noised), batch.mask, normalize_by_area=task.normalize_masked_loss
-    )
+    loss = task.family.select_trained_frames(objective.compute_elementwise_loss(predicted, noised), batch)
+    losses = reduce_loss_per_sample(loss, batch.mask, normalize_by_area=task.normalize_masked_loss)
     return (losses * objective.compute_loss_weights(t)).float()
 
 

@@ -54,7 +54,7 @@ def test_a_preview_of_several_frames_is_the_clip_that_the_diffusers_pipeline_sam
     family, tiny = build_case(name)
     num_frames = family.facts.pipeline.frames.stride + 1
     theirs = tiny.pipe(
-        "a red circle",
+        prompt="a red circle",
         **tiny.build_negative(tiny.pipe, "blue"),
         **SIZE,
         **{**tiny.texts, "num_frames": num_frames, tiny.scale: 3.0},

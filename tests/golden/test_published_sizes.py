@@ -99,6 +99,12 @@ COUNTS = {
     ("wan", "vae"): 126_892_531,
     ("wan", "text_encoder"): 5_680_910_336,
     ("wan_14b", "transformer"): 14_288_491_584,
+    ("wan_i2v", "transformer"): 16_394_878_784,
+    ("wan_i2v", "image_encoder"): 630_766_080,
+    ("wan_flf2v", "transformer"): 16_395_536_704,
+    ("wan22_t2v", "transformer_2"): 14_288_491_584,
+    ("wan22_t2v", "transformer"): 14_288_491_584,
+    ("wan22_i2v", "transformer"): 14_288_901_184,
     ("wan22_ti2v", "transformer"): 4_999_787_712,
     ("wan22_ti2v", "vae"): 704_688_668,
     ("skyreels_v2", "transformer"): 14_288_491_584,
@@ -162,7 +168,9 @@ def test_every_bundled_config_belongs_to_a_family_and_is_complete():
         facts = FAMILY_FACTS[family]
         index = data["model_index.json"]
         assert index["_class_name"] == facts.pipeline.class_name
-        components = {key for key, value in index.items() if is_component(value) and key not in GUIDERS}
+        components = {
+            key for key, value in index.items() if is_component(value) and key not in (*GUIDERS, "image_processor")
+        }
         assert {*facts.components, "scheduler"} == components
         assert facts.detection.match_configs(data.get) is not None, name
 
@@ -285,7 +293,7 @@ TRANSFORMERS = {
     "pixart_sigma": original_checkpoints.convert_pixart_transformer,
     "hidream": nn.Module.state_dict,
     "kandinsky5_image": nn.Module.state_dict,
-    "wan": original_checkpoints.convert_wan_transformer,
+    **dict.fromkeys(("wan", "wan_i2v", "wan_flf2v"), original_checkpoints.convert_wan_transformer),
 }
 
 
@@ -331,7 +339,8 @@ def test_files_of_published_size_are_detected_with_original_and_diffusers_keys(c
     "config",
     (
         "sd3 sd3_5_medium flux flux_schnell chroma flux2_dev flux2_klein_4b z_image aura_flow lumina2 ovis_image "
-        "longcat_image krea2 anima flux3 hunyuan_image qwen_image21 pixart_sigma wan wan_14b"
+        "longcat_image krea2 anima flux3 hunyuan_image qwen_image21 pixart_sigma wan wan_14b "
+        "wan_i2v wan_flf2v"
     ).split(),
 )
 def test_original_weights_of_published_size_are_converted_to_those_of_diffusers(config):
@@ -339,7 +348,9 @@ def test_original_weights_of_published_size_are_converted_to_those_of_diffusers(
     family = get_family_name(config)
     model = build_component_on_meta(config, "transformer")
     conversion = single_file.build_key_conversion(FAMILY_FACTS[family], "transformer", model.config)
-    renamed = single_file._convert_keys(model, TRANSFORMERS[family](model), "", conversion)
+    originals = TRANSFORMERS[family](model)
+    originals = {single_file._rename_start(key, conversion.renames, ""): each for key, each in originals.items()}
+    renamed = single_file._convert_keys(model, originals, "", conversion)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     assert {name: tensor.shape for name, tensor in renamed.items()} == shapes
 

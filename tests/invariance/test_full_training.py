@@ -153,6 +153,7 @@ def test_weights_are_written_in_shards_with_an_index_and_cast(tmp_path):
         ("--train_text_encoder --stop_text_encoder_training 5", "stop_text_encoder_training"),
         ("--save_model_as safetensors", "save_model_as"),
         ("--train_modules (", "train_modules"),
+        ("--blank_prompt_preservation_multiplier 1", "blank_prompt_preservation_multiplier"),
     ],
 )
 def test_what_full_training_does_not_support_is_refused_before_anything_is_loaded(flags, named):

@@ -23,7 +23,8 @@ from library.training.save_adapter import AdapterFile, build_adapter_file
 from library.training.trainable_modules import build_trainable_modules
 
 WIDE_FLUX = "flux (published width)"
-EVERY = tuple(FAMILY_FACTS)
+EVERY = tuple(name for name, facts in FAMILY_FACTS.items() if facts.pipeline.experts is None)
+"""Files of two experts are those of the model with one."""
 WITH_TEXT = ("sd1", "sd2", "sdxl", "sd3", "flux")
 UNETS = ("sd1", "sd2", "sdxl")
 _BLOCKS = {"sd1": 25, "sd2": 25, "sdxl": 23}

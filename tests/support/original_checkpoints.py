@@ -575,6 +575,13 @@ def convert_wan_vae(vae: nn.Module) -> dict[str, Tensor]:
 
 
 _WAN_TRANSFORMER = (
+    (r"^condition_embedder\.image_embedder\.pos_embed", "img_emb.emb_pos"),
+    (r"^condition_embedder\.image_embedder\.norm1\.", "img_emb.proj.0."),
+    (r"^condition_embedder\.image_embedder\.ff\.net\.0\.proj\.", "img_emb.proj.1."),
+    (r"^condition_embedder\.image_embedder\.ff\.net\.2\.", "img_emb.proj.3."),
+    (r"^condition_embedder\.image_embedder\.norm2\.", "img_emb.proj.4."),
+    (r"\.norm_added_k\.", ".norm_k_img."),
+    (r"\.add_([kv])_proj\.", r".\1_img."),
     (r"^condition_embedder\.time_embedder\.linear_1\.", "time_embedding.0."),
     (r"^condition_embedder\.time_embedder\.linear_2\.", "time_embedding.2."),
     (r"^condition_embedder\.text_embedder\.linear_1\.", "text_embedding.0."),

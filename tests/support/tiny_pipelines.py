@@ -20,7 +20,7 @@ from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video
 from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from diffusers.pipelines.skyreels_v2 import pipeline_skyreels_v2
-from diffusers.pipelines.wan import pipeline_wan
+from diffusers.pipelines.wan import pipeline_wan, pipeline_wan_i2v
 from diffusers.pipelines.wan.pipeline_wan_video2video import retrieve_latents
 from PIL import Image
 from torch import Tensor
@@ -340,7 +340,7 @@ def shrink_references(monkeypatch: pytest.MonkeyPatch) -> None:
 
     The pipelines of Wan and SkyReels V2 clean texts with ftfy, which changes none of the tests' and is not installed.
     """
-    for module in (pipeline_wan, pipeline_skyreels_v2):
+    for module in (pipeline_wan, pipeline_wan_i2v, pipeline_skyreels_v2):
         monkeypatch.setattr(module, "ftfy", SimpleNamespace(fix_text=lambda text: text), raising=False)
     monkeypatch.setattr(pipeline_longcat_image_edit, "calculate_dimensions", lambda area, ratio: (WIDTH, HEIGHT))
     monkeypatch.setattr(
@@ -608,7 +608,8 @@ def _build_frame_encoder(
     """Return a function that encodes images as clips of one frame, and normalizes their latents: (pipe, latents)."""
 
     def encode(pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-        parts = zip(pixels.unsqueeze(2).split(1), generators, strict=True)
+        clips = pixels if pixels.ndim == 5 else pixels.unsqueeze(2)
+        parts = zip(clips.split(1), generators, strict=True)
         drawn = [retrieve_latents(pipe.vae.encode(pixel), generator, "sample") for pixel, generator in parts]
         return normalize(pipe, torch.cat(drawn))
 
@@ -642,6 +643,53 @@ def wan(name: str = "wan") -> TinyCase:
         simplify_call=dict,  # the pipeline multiplies by the inverse of what is divided by here, so pixels round apart
         blocks=("WanTransformerBlock",),
     )
+
+
+def _add_frame_images(tiny: TinyCase, *names: str) -> TinyCase:
+    """The pipeline takes one image for all rows, so these have the same; and of both ends, clips of some frames."""
+    family, pipe = FAMILIES.get(tiny.family)(), tiny.pipe
+    num_frames = 1 + 4 * (len(names) - 1)
+    images = tuple(draw_frame_image(number) for number in range(len(names)))
+    pixels = torch.stack([pipe.video_processor.preprocess(image, HEIGHT, WIDTH)[0] for image in images], dim=1)
+    clip = torch.rand(3, num_frames, HEIGHT, WIDTH, generator=torch.Generator().manual_seed(6))
+    clip[:, 0], clip[:, -1] = pixels[:, 0], pixels[:, -1]
+    with torch.no_grad():
+        moments = family.encode_moments(pipe, clip[None])
+        cond = family.encode_frame_cond(pipe, clip[None], moments)
+    frame_cond = {name: value.expand(2, *value.shape[1:]) for name, value in cond.items()}
+    latents = _draw_tensors((4, 1 + (num_frames - 1) // 4, *moments.mean_and_std.shape[-2:]))[0]
+    arguments = {"num_frames": num_frames, **dict(zip(names, images, strict=True))}
+    return replace(
+        tiny,
+        batch=replace(tiny.batch, latents=latents, frame_cond=frame_cond),
+        call={**tiny.call, **arguments},
+        sizes={**tiny.sizes, **arguments},
+        texts={**tiny.texts, **arguments},
+        frame_images=images,
+        num_frames=num_frames,
+        tolerances={"rtol": 1e-5, "atol": 1e-5},  # of latents that are divided here, and multiplied there
+    )
+
+
+def draw_frame_image(number: int) -> Image.Image:
+    gradient = Image.linear_gradient("L").rotate(30 + 90 * number).resize((WIDTH, HEIGHT))
+    return Image.merge("RGB", [gradient, gradient.rotate(90), gradient.rotate(50)])
+
+
+def wan_i2v() -> TinyCase:
+    return _add_frame_images(wan("wan_i2v"), "image")
+
+
+def wan_flf2v() -> TinyCase:
+    return _add_frame_images(wan("wan_flf2v"), "image", "last_image")
+
+
+def wan22_t2v() -> TinyCase:
+    return wan("wan22_t2v")
+
+
+def wan22_i2v() -> TinyCase:
+    return _add_frame_images(wan("wan22_i2v"), "image")
 
 
 def wan22_ti2v() -> TinyCase:
@@ -1070,6 +1118,10 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "flux3": flux3,
     "hunyuan_image": hunyuan_image,
     "wan": wan,
+    "wan_i2v": wan_i2v,
+    "wan_flf2v": wan_flf2v,
+    "wan22_t2v": wan22_t2v,
+    "wan22_i2v": wan22_i2v,
     "wan22_ti2v": wan22_ti2v,
     "skyreels_v2": skyreels_v2,
     "hunyuan_video15": hunyuan_video15,

@@ -48,6 +48,10 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "anima": ".anima:Anima",
         "hunyuan_image": ".hunyuan_image:HunyuanImage",
         "wan": ".wan:Wan",
+        "wan_i2v": ".wan_i2v:WanI2V",
+        "wan_flf2v": ".wan_i2v:WanFLF2V",
+        "wan22_t2v": ".wan22_experts:WanT2VExperts",
+        "wan22_i2v": ".wan22_experts:WanI2VExperts",
         "wan22_ti2v": ".wan22_ti2v:WanTI2V",
         "skyreels_v2": ".skyreels_v2:SkyReelsV2",
         "hunyuan_video15": ".hunyuan_video15:HunyuanVideo15",
@@ -71,3 +75,10 @@ CONTROL_FAMILIES: Mapping[str, Mapping[str, str]] = {
     "sd1": {"channels": f"{__package__}.channel_control:StableDiffusion1ChannelControl"},
 }
 """The values of ``--control`` that each family supports, and the family that trains each of them."""
+
+_EXPERT_ENDS = {"high_noise": "HighNoise", "low_noise": "LowNoise"}
+EXPERT_FAMILIES: Mapping[str, Mapping[str, str]] = {
+    name: {expert: f"{__package__}.wan22_experts:{title}{end}" for expert, end in _EXPERT_ENDS.items()}
+    for name, title in (("wan22_t2v", "WanT2V"), ("wan22_i2v", "WanI2V"))
+}
+"""The values of ``--noise_experts`` of each family of two experts, and the family that trains that one alone."""

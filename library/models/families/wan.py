@@ -33,18 +33,19 @@ if TYPE_CHECKING:
     from ...dataloader.batch import Batch, Cond, Moments
     from ...dataloader.sample_prompts import Prompt
 
+FRAME_STRIDE = 4
+"""Frames per latent frame of the VAE, after the first."""
+WAN_FRAMES = FrameRule(stride=FRAME_STRIDE, fps=16.0)
 WAN_TEXT_TOKENS = 512
 """The transformer always gets as many tokens of text: zeros after those of the prompt, which it attends to."""
 
 
 def _match_wan(read: ConfigReader) -> FamilyMatch | None:
     index, config = read_required(read, "model_index.json"), read_required(read, "transformer/config.json")
-    if index.get("boundary_ratio") is not None:
-        raise ModelError("it is Wan 2.2 with two transformers, which cannot be trained yet; use Wan 2.1")
-    if index.get("expand_timesteps"):
-        return None  # Wan 2.2 TI2V
+    if index.get("boundary_ratio") is not None or index.get("expand_timesteps"):
+        return None  # Wan 2.2
     if config.get("image_dim"):
-        raise ModelError("it makes videos from images, which cannot be trained yet; use Wan 2.1 T2V")
+        raise ModelError("it is a Wan 2.1 with an image encoder in a pipeline without one; use its own folder")
     return match_flow_model(read, 1, f"the transformer has {config.get('num_layers')} blocks")
 
 
@@ -55,6 +56,8 @@ _ORIGINAL_PARTS = {
     "to_q": "q",
     "to_k": "k",
     "to_v": "v",
+    "add_k_proj": "k_img",
+    "add_v_proj": "v_img",
     "ffn.net.0.proj": "ffn.0",
     "ffn.net.2": "ffn.2",
     "condition_embedder.text_embedder.linear_1": "text_embedding.0",
@@ -62,6 +65,8 @@ _ORIGINAL_PARTS = {
     "condition_embedder.time_embedder.linear_1": "time_embedding.0",
     "condition_embedder.time_embedder.linear_2": "time_embedding.2",
     "condition_embedder.time_proj": "time_projection.1",
+    "condition_embedder.image_embedder.ff.net.0.proj": "img_emb.proj.1",
+    "condition_embedder.image_embedder.ff.net.2": "img_emb.proj.3",
     "proj_out": "head.head",
 }
 
@@ -101,7 +106,7 @@ FACTS = FamilyFacts(
         kind="video",
         num_parameters=14_288_491_584,
         hub_id="Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
-        frames=FrameRule(stride=4, fps=16.0),
+        frames=WAN_FRAMES,
     ),
     detection=DetectionFacts(
         match_configs=_match_wan,
@@ -119,7 +124,6 @@ FACTS = FamilyFacts(
         },
         unsupported_shapes={
             ("vace_patch_embedding.weight", 1, 96): "Wan 2.1 VACE, which cannot be trained yet",
-            ("patch_embedding.weight", 1, 36): "a Wan that makes videos from images (I2V), which cannot be trained yet",
             (
                 "patch_embedding.weight",
                 1,
@@ -127,7 +131,7 @@ FACTS = FamilyFacts(
             ): "Wan 2.2 TI2V (diffusers' folders only) or a Fun-Control (cannot be trained yet)",
         },
         unsupported_file_names=dict.fromkeys(
-            ("high_noise", "low_noise"), "one of the two transformers of Wan 2.2 A14B"
+            ("high_noise", "low_noise"), "one of the two transformers of Wan 2.2 A14B; give the folder of both"
         ),
         trainer_names=TrainerNames(ai_toolkit=("wan21",), diffusion_pipe=("wan",)),
     ),

@@ -19,7 +19,7 @@ from .wan import Wan
 
 def _match_wan22_ti2v(read: ConfigReader) -> FamilyMatch | None:
     index, config = read_required(read, "model_index.json"), read_required(read, "transformer/config.json")
-    if not index.get("expand_timesteps"):
+    if not index.get("expand_timesteps") or index.get("boundary_ratio") is not None:
         return None
     return match_flow_model(read, 1, f"the transformer has {config.get('num_layers')} blocks and a time for each token")
 

@@ -54,8 +54,11 @@ def check_lora_gradients(family: Family, case: TinyCase) -> None:
     inject_lora(family, denoiser)
     draw_lora_up_weights(denoiser)
     t = torch.tensor(TIMESTEPS)
-    predicted = family.predict(case.pipe, ForwardOnlyWrapper(denoiser), case.batch.latents, t, case.batch)
-    predicted.square().sum().backward()  # type: ignore[no-untyped-call]
+    experts = family.facts.pipeline.experts
+    for expert in ("",) if experts is None else experts.list_trained():
+        batch = replace(case.batch, expert=expert)
+        predicted = family.predict(case.pipe, ForwardOnlyWrapper(denoiser), batch.latents, t, batch)
+        predicted.square().sum().backward()  # type: ignore[no-untyped-call]
     names = [
         name
         for name, weight in injection.iter_adapter_parameters(denoiser)

@@ -85,6 +85,10 @@ class TinyCase:
     """Tolerances of the prediction, where the family gives the denoiser the same numbers in another shape."""
     controls: tuple[Image, ...] = ()
     """The control images that the text encoder reads with each prompt."""
+    frame_images: tuple[Image, ...] = ()
+    """The images that the clip begins and ends with, in the order of ``sampling.frame_images``."""
+    num_frames: int = 1
+    """Frames of the clip."""
     add_channels: Callable[[Tensor], Tensor] = return_unchanged
     """Add the channels to pixels that the VAE reads beside them."""
     max_rows: int = 2
@@ -117,7 +121,8 @@ class TinyCase:
 
     def make_pixels(self, count: int = 2) -> Tensor:
         """Draw pixels in -1..1."""
-        return torch.rand(count, 3, *self.size, generator=torch.Generator().manual_seed(5)) * 2 - 1
+        frames = (self.num_frames,) if self.num_frames > 1 else ()
+        return torch.rand(count, 3, *frames, *self.size, generator=torch.Generator().manual_seed(5)) * 2 - 1
 
     @property
     def size_arguments(self) -> dict[str, int]:
@@ -158,9 +163,21 @@ def slice_rows(batch: Batch, rows: slice) -> Batch:
     """Take some samples of a batch."""
     cond = {name: value[rows] for name, value in batch.cond.items()}
     controls = tuple(latents[rows] for latents in batch.control_latents)
+    frame_cond = {name: value[rows] for name, value in batch.frame_cond.items()}
     names = ("latents", "size_conditioning", "loss_weights", "global_positions", "sample_keys")
     parts: dict[str, Any] = {name: getattr(batch, name)[rows] for name in names}
-    return replace(batch, cond=cond, control_latents=controls, **parts)
+    return replace(batch, cond=cond, control_latents=controls, frame_cond=frame_cond, **parts)
+
+
+def resize_frame_cond(batch: Batch, latents: Tensor) -> Batch:
+    """Replace the latents among what the model gets of frames by zeros of the size and device of these."""
+    cond = {
+        name: torch.zeros(*value.shape[:3], *latents.shape[-2:], device=latents.device)
+        if value.ndim == 5
+        else value.to(latents.device)
+        for name, value in batch.frame_cond.items()
+    }
+    return replace(batch, frame_cond=cond)
 
 
 def make_generators(count: int = 2) -> list[torch.Generator]:

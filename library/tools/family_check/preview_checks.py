@@ -24,7 +24,12 @@ def build_preview_prompt(case: TinyCase, text: str, negative: str = "", **option
         paths = [Path(folder, f"control{number}.png") for number in range(len(case.controls))]
         for path, image in zip(paths, case.controls, strict=True):
             image.save(path)
-        yield Prompt(text, negative, **{**case.size_arguments, "control_images": tuple(paths), **options})
+        ends = dict(zip(("first_image", "last_image"), case.frame_images, strict=False))
+        for name, image in ends.items():
+            image.save(Path(folder, f"{name}.png"))
+        frames = {"num_frames": case.num_frames} if case.num_frames > 1 else {}
+        settings = {**case.size_arguments, **frames, "control_images": tuple(paths), **options}
+        yield Prompt(text, negative, **{**settings, **{name: Path(folder, f"{name}.png") for name in ends}})
 
 
 @torch.no_grad()

@@ -139,6 +139,9 @@ def locate_model_weights(text: str) -> ModelFiles:
         raise UserError(report_file(path, f"is one of the {len(shards)} files of a model", fix))
     detected = _detect_model(path)
     family = FAMILIES.get(detected.family)
+    if family.facts.pipeline.experts is not None:
+        fix = "load the LoRA files of both beside the model, in diffusers or ComfyUI"
+        raise UserError(report_file(path, f"is {family.facts.title}, which has two transformers", fix))
     names = list_adaptable_components(family)
     pipe = load_components_on_meta(detected, names)
     components, shapes = collect_component_keys(family, pipe), dict[str, tuple[int, ...]]()

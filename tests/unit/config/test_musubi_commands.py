@@ -24,7 +24,7 @@ MODELS = {
     "networks.lora_flux": "flux_kontext",
     "networks.lora_wan": "wan",
 }
-MISSING = {"i2v-14B": "Wan 2.1 I2V", "t2v-A14B": "Wan 2.2, which has two transformers", "": "module of HunyuanVideo"}
+MISSING = {"t2v-A14B": "trained from a folder in diffusers' format", "": "module of HunyuanVideo"}
 """What is said of the documented commands whose model is missing here, by their task."""
 
 
@@ -196,9 +196,8 @@ def test_what_would_change_the_result_is_refused_with_the_reason(flags, reason):
 @pytest.mark.parametrize(
     ("flags", "title"),
     [
-        ("--network_module networks.lora_wan --task flf2v-14B --t5 x --learning_rate no-number", "a first and a last"),
         ("--network_module networks.lora_wan --task t2v-14B-FC --clip x", "Fun-Control"),
-        ("--network_module networks.loha --task i2v-A14B --dit_high_noise x", "two transformers"),
+        ("--network_module networks.loha --task i2v-A14B --dit_high_noise x", "with --noise_experts"),
         ("--task k5-lite-t2v-5s-sd --nabla_P 0.9", "Kandinsky 5"),
         ("--network_module networks.lora_hv_1_5", "HunyuanVideo 1.5, which is trained from a folder"),
         ("--task t2v", "t2v is HunyuanVideo 1.5, which is trained from a folder in diffusers' format"),
@@ -216,7 +215,7 @@ def test_what_would_change_the_result_is_refused_with_the_reason(flags, reason):
 def test_a_model_that_cannot_be_trained_is_the_only_problem(flags, title):
     loaded = load_settings(["--dit", "no/such/file.safetensors", "--dataset_config", "no/such.toml", *flags.split()])
     (problem,) = format_lines(find_settings_problems(loaded))
-    assert title in problem and "FLUX.1 Kontext, FLUX.2, Qwen-Image, Wan 2.1 T2V, Z-Image and Krea 2" in problem
+    assert title in problem and "FLUX.1 Kontext, FLUX.2, Qwen-Image, Wan 2.1, Z-Image and Krea 2" in problem
 
 
 @pytest.mark.parametrize(
@@ -354,13 +353,15 @@ def test_options_of_our_own_runs_have_not_the_names_of_musubi_tuner():
 def build_tiny_command(command) -> list[str]:
     """A documented command with a tiny model in place of its files."""
     argv = list(command["argv"])
-    for option in ("--dataset_config", "--vae", "--text_encoder", "--t5", "--sample_prompts", "..."):
+    for option in ("--dataset_config", "--vae", "--text_encoder", "--t5", "--clip", "--sample_prompts", "..."):
         if option in argv:
             del argv[argv.index(option) : argv.index(option) + (1 if option == "..." else 2)]
     module = argv[argv.index("--network_module") + 1] if "--network_module" in argv else ""
     model = f"{MODELS.get(module, 'qwen_image_edit_plus:2511')}:tiny"
     if "--task" in argv:  # which is compared with the sizes of the model
-        model = "wan:14b" if "-14B" in argv[argv.index("--task") + 1] else "wan"
+        task = argv[argv.index("--task") + 1]
+        names = {"t2v-1.3B": "wan", "i2v-14B": "wan_i2v", "flf2v-14B": "wan_flf2v"}
+        model = names.get(task, "wan:14b")
     argv[argv.index("--dit") + 1] = f"random:{model}"
     return argv
 

@@ -308,3 +308,13 @@ def test_the_rate_of_a_prompt_that_makes_an_image_is_named_in_one_line(tmp_path)
         subsets = f'[[prompt.subset]]\nprompt = "a"\n[[prompt.subset]]\nprompt = "b"\nframe_count = {frames}\n'
         shared.write_text(f"[prompt]\nfps = 8\n{subsets}")
         assert list_notices(shared, "random:wan:tiny") == notices, "prompts that share the key name it once"
+
+
+@pytest.mark.parametrize(("name", "flags"), [("wan_i2v", ["--i"]), ("wan_flf2v", ["--i", "--ei"])])
+def test_a_clip_from_images_needs_them(name, flags):
+    model = detect_model(f"random:{name}:tiny")
+    problems = list(map(str, validate_prompts([Prompt("a")], model)))
+    assert [text.rsplit(" ", 1)[1] for text in problems] == flags
+    given = Prompt("a", first_image=Path("a.png"), last_image=Path("b.png"))
+    (problem,) = [*validate_prompts([given], model)] or [None]
+    assert (problem is None) == (len(flags) == 2), "a last frame is not used by I2V"

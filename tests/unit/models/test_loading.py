@@ -29,12 +29,13 @@ def test_the_vae_stays_in_float32_in_a_bfloat16_run(each_family, tmp_path):
     low = family.load(str(tmp_path), torch.bfloat16)
     for pipe in (low, family.load(tiny.source, torch.bfloat16)):
         modules = get_modules(family, pipe)
-        assert {parameter.dtype for parameter in modules.pop("vae").parameters()} == {torch.float32}
-        denoiser = getattr(pipe, family.facts.denoiser_name)
-        in_float32 = set(getattr(denoiser, "_keep_in_fp32_modules", None) or ())  # diffusers keeps these so
+        for name in family.facts.image_encoders:
+            assert {parameter.dtype for parameter in modules.pop(name).parameters()} == {torch.float32}
+        denoisers = [getattr(pipe, name) for name in family.facts.pipeline.denoisers]
         for part in modules.values():
+            in_float32 = set(getattr(part, "_keep_in_fp32_modules", None) or ())  # diffusers keeps these so
             for parameter_name, parameter in part.named_parameters():
-                if part is not denoiser or not in_float32 & set(parameter_name.split(".")):
+                if part not in denoisers or not in_float32 & set(parameter_name.split(".")):
                     assert parameter.dtype == torch.bfloat16, parameter_name
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(family.encode_moments(low, make_pixels()).sample(make_generators()), exact)
@@ -54,8 +55,8 @@ def test_only_the_requested_components_are_loaded_and_others_can_be_added(each_f
         assert getattr(pipe, family.facts.text.components[0]) is encoder and pipe.scheduler is scheduler
         for part in family.facts.text.components:
             setattr(pipe, part, None)
-        family.load(source, torch.float32, (family.facts.denoiser_name,), pipe=pipe)
-        assert list_loaded_components(family, pipe) == {"vae", family.facts.denoiser_name}
+        family.load(source, torch.float32, family.facts.pipeline.denoisers, pipe=pipe)
+        assert list_loaded_components(family, pipe) == {"vae", *family.facts.pipeline.denoisers}
         for name in ("vae_scale_factor", "vae_scale_factor_spatial"):
             assert getattr(pipe, name, None) == getattr(full_pipe, name, None)
         assert dict(pipe.config).keys() == dict(full_pipe.config).keys()

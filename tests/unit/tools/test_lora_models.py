@@ -67,9 +67,21 @@ def run(*words):
     assert run_tool(["lora", *map(str, words)]) == 0
 
 
+ONE_DENOISER = [name for name in FAMILIES.entries if FAMILIES.get(name).facts.pipeline.experts is None]
+
+
+@pytest.mark.slow
+def test_a_folder_of_two_experts_is_refused(tmp_path, capsys):
+    TINY["wan22_t2v"]().pipe.save_pretrained(tmp_path / "base")
+    out, base = tmp_path / "out.safetensors", tmp_path / "base"
+    words = ["lora", "extract", str(base), str(base), "--output", str(out), "--rank", "2"]
+    assert run_tool(words) == 2 and not out.exists()
+    assert "two transformers" in "".join(capsys.readouterr())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "is_file"), [*((name, False) for name in FAMILIES.entries), *((name, True) for name in FILE_FAMILIES)]
+    ("name", "is_file"), [*((name, False) for name in ONE_DENOISER), *((name, True) for name in FILE_FAMILIES)]
 )
 def test_a_merged_model_has_the_weights_of_one_with_the_lora_applied_and_gives_the_lora_back(name, is_file, tmp_path):
     pipe, end = TINY[name]().pipe, ".safetensors" if is_file else ""

@@ -60,8 +60,9 @@ def test_a_command_of_musubi_tuner_trains_what_our_own_options_train(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_command_for_wan_trains_its_files_as_a_folder_of_diffusers_is_trained(tmp_path):
-    pipe = TINY["wan"]().pipe
+@pytest.mark.parametrize("model", ["wan", "wan_i2v"])
+def test_a_command_for_wan_trains_its_files_as_a_folder_of_diffusers_is_trained(model, tmp_path):
+    pipe = TINY[model]().pipe
     pipe.save_pretrained(tmp_path / "folder")
     files = {part: str(tmp_path / f"{part}.safetensors") for part in ("dit", "vae", "t5")}
     save_file(original_checkpoints.convert_wan_transformer(pipe.transformer), files["dit"])
@@ -75,10 +76,15 @@ def test_a_command_for_wan_trains_its_files_as_a_folder_of_diffusers_is_trained(
         "[general]\nresolution = [64, 48]\ncaption_extension = '.txt'\nenable_bucket = true\n"
         f"[[datasets]]\nvideo_directory = '{tmp_path / 'clips'}'\ntarget_frames = [5]\nframe_extraction = 'chunk'\n"
     )
+    clip = ""
+    if model == "wan_i2v":  # with the names of ComfyUI's file
+        state = {f"vision_model.{key}": value for key, value in pipe.image_encoder.state_dict().items()}
+        save_file(state, tmp_path / "clip.safetensors")
+        clip = f"--clip {tmp_path / 'clip.safetensors'}"
     shared = ["--dataset_config", str(dataset), "--output_dir", str(tmp_path), *COMMON.split()]
     shift = "--timestep_sampling shift --discrete_flow_shift 3.0 --learning_rate 2e-4"
     command = f"--dit {files['dit']} --vae {files['vae']} --t5 {files['t5']} --network_module networks.lora_wan --sdpa"
-    command = f"{command} --tokenizer_cache_dir {tmp_path / 'tokenizers'} {shift}"
+    command = f"{command} --tokenizer_cache_dir {tmp_path / 'tokenizers'} {shift} {clip}"
     own = f"--pretrained_model_name_or_path {tmp_path / 'folder'} --save_format kohya {shift}"
     tensors = {}
     for name, flags in {"musubi": command, "own": own}.items():
@@ -87,4 +93,5 @@ def test_a_command_for_wan_trains_its_files_as_a_folder_of_diffusers_is_trained(
     assert tensors["musubi"].keys() == tensors["own"].keys()
     assert all(torch.equal(tensor, tensors["own"][key]) for key, tensor in tensors["musubi"].items())
     names = {re.sub(r"(?<=_)\d+(?=_)", "{}", key.partition(".")[0]) for key in tensors["musubi"]}
-    assert names <= set(KNOWN_TO_COMFYUI["wan"]) and len(names) == 10
+    image_layers = {f"lora_unet_blocks_{{}}_cross_attn_{name}_img" for name in ("k", "v") if clip}
+    assert names <= set(KNOWN_TO_COMFYUI["wan"]) | image_layers and len(names) == 10 + len(image_layers)

@@ -1,0 +1,168 @@
+"""Wan 2.2 A14B: two transformers, one for high and one for low noise; from text, and from the first frame.
+
+Both are trained in one run, each in the steps that are drawn for it, or one of them alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ...config.network_args import GENERAL_NETWORK
+from ...diffusion.noise_experts import NoiseExperts, TrainedExperts
+from ...diffusion.timestep_shift import FixedShift
+from ..base import BaseModelInfo, Family
+from ..facts import DetectionFacts, FamilyFacts, FamilyMatch, PipelineFacts, SamplingFacts, SingleFileFacts
+from ..model_configs import ConfigReader, ModelError, read_required
+from ..shared_facts import match_flow_model
+from ..training_noise import TrainingNoiseFacts
+from .wan import FACTS as WAN_FACTS
+from .wan import WAN_FRAMES, Wan
+from .wan_i2v import CONDITION_CHANNELS, WanI2V
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ...dataloader.batch import Batch
+
+BOUNDARY, IMAGE_BOUNDARY = 0.875, 0.9
+_BOTH = "a step trains one of the two experts, and the other is idle; train one with --noise_experts high_noise"
+
+
+def _match_experts(read: ConfigReader, boundary: float, channels_per_latent: int, more_channels: int) -> FamilyMatch:
+    index, config = read_required(read, "model_index.json"), read_required(read, "transformer/config.json")
+    if index["boundary_ratio"] != boundary:
+        raise ModelError(f"its boundary_ratio is {index['boundary_ratio']:g} instead of {boundary:g}")
+    reason = f"there are two transformers of {config.get('num_layers')} blocks"
+    return match_flow_model(read, channels_per_latent, reason, more_channels=more_channels)
+
+
+def _match_t2v(read: ConfigReader) -> FamilyMatch | None:
+    if read_required(read, "model_index.json").get("boundary_ratio") is None:
+        return None  # Wan 2.1, or Wan 2.2 TI2V
+    return _match_experts(read, BOUNDARY, 1, 0)
+
+
+def _match_i2v(read: ConfigReader) -> FamilyMatch | None:
+    if read_required(read, "model_index.json").get("boundary_ratio") is None:
+        return None  # Wan 2.1 I2V
+    return _match_experts(read, IMAGE_BOUNDARY, 2, CONDITION_CHANNELS)
+
+
+FACTS = replace(
+    WAN_FACTS,
+    title="Wan 2.2 A14B T2V",
+    pipeline=PipelineFacts(
+        class_name="WanPipeline",
+        denoisers=("transformer", "transformer_2"),
+        experts=NoiseExperts(BOUNDARY),
+        kind="video",
+        num_parameters=14_288_491_584,
+        hub_id="Wan-AI/Wan2.2-T2V-A14B-Diffusers",
+        frames=WAN_FRAMES,
+    ),
+    detection=DetectionFacts(match_configs=_match_t2v),
+    lora=replace(
+        WAN_FACTS.lora,
+        modelspec_architecture="wan2.2-t2v-a14b",
+        modelspec_implementation="https://github.com/Wan-Video/Wan2.2",
+    ),
+    blocks=replace(
+        WAN_FACTS.blocks,
+        lists=("high_noise.blocks",),
+        unsupported_strategies={
+            **WAN_FACTS.blocks.unsupported_strategies,
+            **dict.fromkeys(("pp", "cp", "compile", "cuda_graphs", "deepspeed"), _BOTH),
+        },
+    ),
+    training_noise=TrainingNoiseFacts(shift=FixedShift(3.0), reason="as Wan 2.1; both experts together"),
+    sampling=SamplingFacts(num_inference_steps=40, guidance_scale=4.0, image_size=(832, 480)),
+    # A single file has one of the two transformers.
+    single_files=SingleFileFacts(),
+    options=replace(WAN_FACTS.options, network=GENERAL_NETWORK, musubi_versions={}, extra=("noise_experts",)),
+    notes="two experts, text to video; diffusers folders",
+)
+IMAGE_FACTS = replace(
+    FACTS,
+    title="Wan 2.2 A14B I2V",
+    pipeline=replace(
+        FACTS.pipeline,
+        class_name="WanImageToVideoPipeline",
+        experts=NoiseExperts(IMAGE_BOUNDARY),
+        num_parameters=14_288_901_184,
+        hub_id="Wan-AI/Wan2.2-I2V-A14B-Diffusers",
+    ),
+    detection=DetectionFacts(match_configs=_match_i2v),
+    lora=replace(FACTS.lora, modelspec_architecture="wan2.2-i2v-a14b"),
+    sampling=replace(FACTS.sampling, guidance_scale=3.5, frame_images=("image_path",)),
+    notes="two experts, from the first frame; diffusers folders",
+)
+
+
+def _select_expert(facts: FamilyFacts, expert: TrainedExperts, denoiser: str) -> FamilyFacts:
+    """The facts of a run that trains one expert alone, and loads no other."""
+    if facts.pipeline.experts is None:
+        raise AssertionError("a model of experts")
+    experts = replace(facts.pipeline.experts, trained=expert)
+    return replace(
+        facts,
+        pipeline=replace(facts.pipeline, denoisers=(denoiser,), experts=experts),
+        blocks=replace(WAN_FACTS.blocks, unsupported_strategies=WAN_FACTS.blocks.unsupported_strategies),
+    )
+
+
+class _JoinedExperts(Family):
+    """The methods of a family whose denoiser is both experts."""
+
+    def configure_pipeline(self, pipe: Any, read: ConfigReader) -> None:
+        from ..expert_denoiser import join_experts
+
+        join_experts(pipe)
+
+    def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
+        call: Any = partial(denoiser, expert=batch.expert) if batch.expert else denoiser
+        return super().predict(pipe, call, noisy_latents, timesteps, batch)  # type: ignore[safe-super]
+
+
+class _FirstFrame(WanI2V):
+    """The methods of a family that gets the first frame without an image encoder."""
+
+    def configure_pipeline(self, pipe: Any, read: ConfigReader) -> None:
+        """There is no image processor."""
+
+
+class WanT2VExperts(_JoinedExperts, Wan):
+    facts = FACTS
+
+    def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
+        return BaseModelInfo("wan22_t2v", "wan2.2-t2v-a14b")
+
+
+class WanT2VHighNoise(Wan):
+    facts = _select_expert(FACTS, "high_noise", "transformer")
+
+    def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
+        return BaseModelInfo("wan22_t2v", "wan2.2-t2v-a14b")
+
+
+class WanT2VLowNoise(WanT2VHighNoise):
+    facts = _select_expert(FACTS, "low_noise", "transformer_2")
+
+
+class WanI2VExperts(_JoinedExperts, _FirstFrame):
+    facts = IMAGE_FACTS
+
+    def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
+        return BaseModelInfo("wan22_i2v", "wan2.2-i2v-a14b")
+
+
+class WanI2VHighNoise(_FirstFrame):
+    facts = _select_expert(IMAGE_FACTS, "high_noise", "transformer")
+
+    def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
+        return BaseModelInfo("wan22_i2v", "wan2.2-i2v-a14b")
+
+
+class WanI2VLowNoise(WanI2VHighNoise):
+    facts = _select_expert(IMAGE_FACTS, "low_noise", "transformer_2")

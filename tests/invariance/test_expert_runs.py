@@ -1,0 +1,178 @@
+"""Models of two experts: one result on any number of processes, exact resume, and files that diffusers reads."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from clip_files import write_clip
+from killed_runs import train_and_kill
+from rank_processes import run_on_ranks
+from safetensors.torch import load_file
+from training_runs import train
+
+from library.config.schema_objective import NoiseConfig
+from library.diffusion.noise_experts import HIGH_NOISE, LOW_NOISE, NoiseExperts
+from library.diffusion.noise_levels import NoiseDistribution
+from library.diffusion.timestep_shift import FixedShift
+from library.errors import ConfigError
+from library.models.families import FAMILIES
+from library.tools.plan import run_plan
+
+STEPS, SEED = 6, 5
+MODEL = "random:wan22_t2v:tiny"
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("experts")
+    for number in range(4):
+        clip = write_clip(folder / "clips" / f"{number}.mp4", 30, 24, (96, 64), shade=50 * number)
+        clip.with_suffix(".txt").write_text(f"clip {number}, moving", encoding="utf-8")
+    (folder / "set.toml").write_text(
+        f"""
+[[datasets]]
+resolution = 64
+batch_size = 2
+caption_extension = ".txt"
+[[datasets.subsets]]
+video_dir = '{folder / "clips"}'
+target_frames = [1, 9]
+"""
+    )
+    return folder / "set.toml"
+
+
+def build_flags(data: Path, folder: Path, *more: str) -> tuple[str, ...]:
+    settings = f"--network_dim 2 --learning_rate 1e-1 --seed {SEED} --mixed_precision no --max_train_steps {STEPS}"
+    model = () if "--pretrained_model_name_or_path" in more else ("--pretrained_model_name_or_path", MODEL)
+    return (*model, "--dataset_config", str(data), "--output_dir", str(folder), *settings.split(), *more)
+
+
+def load_both(folder: Path) -> dict[str, torch.Tensor]:
+    return {
+        f"{expert}.{key}": value
+        for expert in (HIGH_NOISE, LOW_NOISE)
+        for key, value in load_file(folder / f"lora_{expert}.safetensors").items()
+    }
+
+
+def test_the_experts_of_steps_have_the_shares_of_their_noise_levels():
+    distribution = NoiseDistribution("shift", NoiseConfig(), FixedShift(3.0))
+    experts = NoiseExperts(0.875)
+    share = distribution.compute_share_below(0.875, 1560)
+    counts = experts.count_steps(1, range(4000), distribution)
+    assert abs(counts[LOW_NOISE] / 4000 - share) < 0.02 and sum(counts.values()) == 4000
+    assert experts.get_quantiles(LOW_NOISE, distribution, 1) == (0.0, share)
+    assert experts.get_quantiles(HIGH_NOISE, distribution, 1) == (share, 1.0)
+    assert NoiseExperts(0.875, "low_noise").count_steps(1, range(9), distribution) == {LOW_NOISE: 9}
+
+
+@pytest.mark.slow
+def test_the_plan_says_how_many_steps_train_each_expert(dataset):
+    flags = ["--dataset_config", str(dataset), "--seed", str(SEED), "--max_train_steps", str(STEPS)]
+    text, _ = run_plan([*flags, "--pretrained_model_name_or_path", MODEL])
+    distribution = NoiseDistribution("shift", NoiseConfig(), FixedShift(3.0))
+    drawn = [NoiseExperts(0.875).draw(SEED, step, distribution) for step in range(STEPS)]
+    parts = [f"{each} {drawn.count(each)} of {STEPS} steps" for each in (HIGH_NOISE, LOW_NOISE)]
+    assert len({*drawn}) == 2 and all(part in text for part in parts)
+    text, _ = run_plan([*flags, "--pretrained_model_name_or_path", MODEL, "--noise_experts", "low_noise"])
+    assert "low_noise 6 of 6 steps (100%)" in text
+
+
+@pytest.fixture(scope="module")
+def whole(dataset, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    run_on_ranks(
+        1, train, *build_flags(dataset, folder, "--optimizer_type", "SGD", "--gradient_accumulation_steps", "2")
+    )
+    return folder
+
+
+LAYOUTS = {
+    "two processes": (2, ()),
+    "FSDP": (2, ("--fsdp",)),
+    "recovery": (1, ("--gradient_accumulation_steps", "2", "--on_oom", "recover")),
+    "swapped blocks": (1, ("--gradient_accumulation_steps", "2", "--blocks_to_swap", "3", "--gradient_checkpointing")),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_both_experts_train_the_same_in_every_layout(layout, whole, dataset, tmp_path):
+    ranks, more = LAYOUTS[layout]
+    run_on_ranks(ranks, train, *build_flags(dataset, tmp_path, "--optimizer_type", "SGD", *more))
+    files = [load_both(folder) for folder in (whole, tmp_path)]
+    ups = [key for key in files[0] if "lora_up" in key]
+    for expert in (HIGH_NOISE, LOW_NOISE):
+        assert any(files[0][key].any() for key in ups if key.startswith(expert)), "each has its steps"
+    largest = max(float(files[0][key].abs().max()) for key in ups)
+    assert max(float((files[1][key] - files[0][key]).abs().max()) for key in ups) < 1e-5 * largest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed_at", [1, 4])
+def test_a_killed_run_of_both_experts_resumes_to_the_same_bits(killed_at, dataset, tmp_path):
+    more = "--save_every_n_steps 1 --save_state --auto_resume --ema_decay 0.9 --optimizer_type AdamW".split()
+    run_on_ranks(1, train, *build_flags(dataset, tmp_path / "whole", *more))
+    with pytest.raises(AssertionError):
+        run_on_ranks(1, train_and_kill, (0,), killed_at, *build_flags(dataset, tmp_path / "killed", *more))
+    run_on_ranks(1, train, *build_flags(dataset, tmp_path / "killed", *more))
+    files = [load_both(tmp_path / name) for name in ("whole", "killed")]
+    assert files[0].keys() == files[1].keys() and all(torch.equal(files[0][key], files[1][key]) for key in files[0])
+    names = [sorted(path.name for path in (tmp_path / name).glob("*.safetensors")) for name in ("whole", "killed")]
+    assert names[0] == names[1] and "lora-ema_low_noise.safetensors" in names[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["wan22_t2v", "wan22_i2v"])
+def test_diffusers_loads_the_files_of_both_experts(name, dataset, tmp_path):
+    """Each changes its own transformer, by what was trained."""
+    model = ("--pretrained_model_name_or_path", f"random:{name}:tiny")
+    run_on_ranks(1, train, *build_flags(dataset, tmp_path, *model, "--save_every_n_steps", "3"))
+    family = FAMILIES.get(name)()
+    pipe = family.load(f"random:{name}:tiny", torch.float32)
+    pipe.transformer = pipe.transformer.high_noise  # as diffusers loads it
+    for expert, options in ((HIGH_NOISE, {}), (LOW_NOISE, {"load_into_transformer_2": True})):
+        path = str(tmp_path / f"lora_{expert}.safetensors")
+        pipe.load_lora_weights(path, adapter_name=expert, **options)
+    weights = load_both(tmp_path)
+    for expert, transformer in ((HIGH_NOISE, pipe.transformer), (LOW_NOISE, pipe.transformer_2)):
+        layer = transformer.blocks[1].attn1.to_q
+        key = f"{expert}.lora_unet_blocks_1_self_attn_q"
+        scale = float(weights[f"{key}.alpha"]) / 2
+        expected = scale * weights[f"{key}.lora_up.weight"] @ weights[f"{key}.lora_down.weight"]
+        theirs = layer.lora_B[expert].weight @ layer.lora_A[expert].weight * layer.scaling[expert]
+        torch.testing.assert_close(theirs, expected)
+        assert expected.any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("expert", [HIGH_NOISE, LOW_NOISE])
+def test_one_expert_alone_is_trained_at_its_noise_levels(expert, dataset, tmp_path, monkeypatch):
+    from library.diffusion.objective import Objective
+
+    compute, seen = Objective.compute_timesteps, []
+    monkeypatch.setattr(Objective, "compute_timesteps", lambda *each: seen.append(compute(*each)) or seen[-1])
+    more = ("--noise_experts", expert, "--train_batch_size", "2", "--validation_split", "0.25")
+    train(*build_flags(dataset, tmp_path, *more))
+    assert [path.name for path in tmp_path.glob("*.safetensors")] == [f"lora_{expert}.safetensors"]
+    levels = torch.cat(seen)
+    is_high = levels >= 874.9
+    assert bool(is_high.all() if expert == HIGH_NOISE else not (levels > 875.1).any()) and len(levels) > 20
+    names = {key.split(".")[0] for key in load_file(tmp_path / f"lora_{expert}.safetensors")}
+    assert "lora_unet_blocks_0_self_attn_q" in names and len(names) == 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--network_weights", "both are trained"),
+        ("--noise_experts low_noise --sample_prompts", "low_noise alone is loaded"),
+    ],
+)
+def test_what_two_experts_cannot_do_is_refused_in_one_line(flags, reason, dataset, tmp_path):
+    (tmp_path / "file.txt").write_text("a\n", encoding="utf-8")
+    values = [*flags.split(), str(tmp_path / "file.txt")]
+    with pytest.raises(ConfigError, match=reason):
+        train(*build_flags(dataset, tmp_path, *values))
