@@ -174,7 +174,6 @@ def _log_dataset(config: RunConfig, prepared: PreparedData, plan: RunPlan) -> No
     check_trigger(config.preservation, prepared.list_first_epoch_captions(plan.batch_plan, plan.steps))
 
 
-def _log_first_step(plan: RunPlan, resume: Resume) -> None:
 def _log_first_step(plan: RunPlan, resume: Resume, config: RunConfig, detected: DetectedModel) -> None:
     steps = range(plan.first_step, plan.steps)
     if experts := describe_expert_steps(config.noise, config.train.seed, steps, detected):
