@@ -16,8 +16,8 @@ from library.adapters.kohya_diffusers_comfyui_keys import convert_from_file_form
 from library.adapters.original_module_names import CLIP_KEYS, LDM_KEYS
 from library.config.schema import AdapterConfig
 from library.models import single_file
+from library.models.checkpoint_header import CheckpointHeader
 from library.models.checkpoint_inspection import (
-    SafetensorsHeader,
     find_component_names,
     has_denoiser,
     match_bundled_config,
@@ -299,7 +299,7 @@ def test_files_of_published_size_are_detected_with_original_and_diffusers_keys(c
         ("model.diffusion_model.", TRANSFORMERS[family](model)),
         ("", model.state_dict()),
     ):
-        header = SafetensorsHeader({prefix + name: tuple(tensor.shape) for name, tensor in tensors.items()}, {})
+        header = CheckpointHeader({prefix + name: tuple(tensor.shape) for name, tensor in tensors.items()}, {})
         reject_unsupported_file(header)
         reject_unsupported_model(header, FAMILY_FACTS.values())
         candidates = {
@@ -356,7 +356,7 @@ def test_a_single_file_of_published_size_has_every_weight(config, part, original
     model = build_component_on_meta(config, part)
     tensors = {name: tensor.to("meta") for name, tensor in ORIGINAL[original](model).items()}
     if part.startswith("text"):
-        actual = single_file._convert_text_encoder_keys(model, tensors, "", {})
+        actual = single_file._convert_text_encoder_keys(model, tensors, "", single_file.KeyConversion())
     else:
         actual = single_file._convert_keys(model, tensors, "", single_file.KeyConversion())
     state_dict = model.state_dict()
@@ -373,7 +373,7 @@ def test_the_file_of_qwen_image_edit_2511_is_told_from_qwen_image_by_its_mark():
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
     def match(shapes):
-        header = SafetensorsHeader(shapes, {})
+        header = CheckpointHeader(shapes, {})
         return {name: match_bundled_config(header, name, FAMILY_FACTS[name]) for name in names}
 
     assert match(shapes) == {name: name for name in names}
