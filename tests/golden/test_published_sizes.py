@@ -250,33 +250,6 @@ def test_sd2_has_the_modules_of_sd1_and_its_projections_are_linear():
     assert len(text) == 23 * 6 * 3
 
 
-TRANSFORMERS = {
-    "sd3": original_checkpoints.convert_sd3_transformer,
-    "flux": original_checkpoints.convert_flux_transformer,
-    "chroma": original_checkpoints.convert_chroma_transformer,
-    "flux2_dev": original_checkpoints.convert_flux2_transformer,
-    "flux2_klein": original_checkpoints.convert_flux2_transformer,
-    "z_image": original_checkpoints.convert_z_image_transformer,
-    "qwen_image": nn.Module.state_dict,
-    "aura_flow": original_checkpoints.convert_aura_flow_transformer,
-    "ovis_image": original_checkpoints.convert_ovis_image_transformer,
-    "longcat_image": original_checkpoints.convert_longcat_image_transformer,
-    "ernie_image": nn.Module.state_dict,
-    "lumina2": original_checkpoints.convert_lumina2_transformer,
-    "krea2": original_checkpoints.convert_krea2_transformer,
-    "sana": nn.Module.state_dict,
-    "cogview4": nn.Module.state_dict,
-    "anima": original_checkpoints.convert_anima_transformer,
-    "flux3": original_checkpoints.convert_flux3_transformer,
-    "hunyuan_image": original_checkpoints.convert_hunyuan_image_transformer,
-    "qwen_image21": original_checkpoints.convert_qwen_image21_transformer,
-    "pixart_sigma": original_checkpoints.convert_pixart_transformer,
-    "hidream": nn.Module.state_dict,
-    "kandinsky5_image": nn.Module.state_dict,
-    "wan": original_checkpoints.convert_wan_transformer,
-}
-
-
 def get_family_name(config: str) -> str | None:
     """The family with the longest name that fits: flux_kontext is none of flux."""
     names = [name for name in FAMILY_FACTS if config == name or config.startswith(f"{name}_")]
@@ -289,14 +262,14 @@ SAME_SIZES = ("z_image_base", "krea2_turbo", "pixart_sigma_512", "pixart_sigma_2
 
 @pytest.mark.parametrize(
     "config",
-    [name for name in list_bundled_configs() if get_family_name(name) in TRANSFORMERS and name not in SAME_SIZES],
+    [name for name in list_bundled_configs() if get_family_name(name) in original_checkpoints.TRANSFORMERS and name not in SAME_SIZES],
 )
 def test_files_of_published_size_are_detected_with_original_and_diffusers_keys(config):
     family = get_family_name(config)
     model = build_component_on_meta(config, "transformer")
     for prefix, tensors in (
-        ("", TRANSFORMERS[family](model)),
-        ("model.diffusion_model.", TRANSFORMERS[family](model)),
+        ("", original_checkpoints.TRANSFORMERS[family](model)),
+        ("model.diffusion_model.", original_checkpoints.TRANSFORMERS[family](model)),
         ("", model.state_dict()),
     ):
         header = CheckpointHeader({prefix + name: tuple(tensor.shape) for name, tensor in tensors.items()}, {})
@@ -327,7 +300,7 @@ def test_original_weights_of_published_size_are_converted_to_those_of_diffusers(
     family = get_family_name(config)
     model = build_component_on_meta(config, "transformer")
     conversion = single_file.build_key_conversion(FAMILY_FACTS[family], "transformer", model.config)
-    renamed = single_file._convert_keys(model, TRANSFORMERS[family](model), "", conversion)
+    renamed = single_file._convert_keys(model, original_checkpoints.TRANSFORMERS[family](model), "", conversion)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     assert {name: tensor.shape for name, tensor in renamed.items()} == shapes
 

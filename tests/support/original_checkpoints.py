@@ -600,6 +600,34 @@ def convert_umt5(encoder: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
+TRANSFORMERS = {
+    "sd3": convert_sd3_transformer,
+    "flux": convert_flux_transformer,
+    "chroma": convert_chroma_transformer,
+    "flux2_dev": convert_flux2_transformer,
+    "flux2_klein": convert_flux2_transformer,
+    "z_image": convert_z_image_transformer,
+    "qwen_image": nn.Module.state_dict,
+    "aura_flow": convert_aura_flow_transformer,
+    "ovis_image": convert_ovis_image_transformer,
+    "longcat_image": convert_longcat_image_transformer,
+    "ernie_image": nn.Module.state_dict,
+    "lumina2": convert_lumina2_transformer,
+    "krea2": convert_krea2_transformer,
+    "sana": nn.Module.state_dict,
+    "cogview4": nn.Module.state_dict,
+    "anima": convert_anima_transformer,
+    "flux3": convert_flux3_transformer,
+    "hunyuan_image": convert_hunyuan_image_transformer,
+    "qwen_image21": convert_qwen_image21_transformer,
+    "pixart_sigma": convert_pixart_transformer,
+    "hidream": nn.Module.state_dict,
+    "kandinsky5_image": nn.Module.state_dict,
+    "wan": convert_wan_transformer,
+}
+"""How to write the denoiser of each family with the names of its published file."""
+
+
 def build_flow_checkpoint(family: str, pipe: Any) -> dict[str, Tensor]:
     """Build a checkpoint with all components in one file, as ComfyUI writes them."""
     transformer, vae, texts = {
