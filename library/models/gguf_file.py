@@ -108,9 +108,7 @@ def _read_header(file: BinaryIO, size: int) -> GgufHeader:
     return GgufHeader(tensors, metadata)
 
 
-def _build_tensor(
-    name: str, dims: tuple[int, ...], kind: int, offset: int, metadata: Mapping[str, Any]
-) -> GgufTensor:
+def _build_tensor(name: str, dims: tuple[int, ...], kind: int, offset: int, metadata: Mapping[str, Any]) -> GgufTensor:
     columns, rows = dims[0] if dims else 1, 1
     for length in dims[1:]:
         rows *= length

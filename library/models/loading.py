@@ -88,7 +88,6 @@ def _load_quantized_component(
     dtype: torch.dtype,
     device: torch.device | None,
     local_files_only: bool,
-    keeps_stored: bool,
 ) -> Any:
     """Load a component that a folder or hub repository stores quantized, without the library that quantized it."""
     root = Path(path_or_id)
@@ -103,9 +102,7 @@ def _load_quantized_component(
         raise ValueError("it has no .safetensors weights; pickles (.bin) can run code and are never read")
     config = {key: value for key, value in config.items() if key != QUANTIZATION}
     weights, conversion = read_file_weights(files), KeyConversion()
-    return build_component(
-        component_class, config, weights, "", dtype, device, conversion, keeps_stored=keeps_stored
-    )
+    return build_component(component_class, config, weights, "", dtype, device, conversion)
 
 
 logger = logging.getLogger(__name__)
@@ -232,15 +229,11 @@ def _load_component(
 ) -> Any:
     """Load one component from its own source, the model's single file, the model's folder, or at random."""
     separate = model.component_sources.get(component)
-    is_base = component == family.facts.denoiser_name
-    keeps_stored = is_base and family.model_config.quantize_base != "none"
     if (separate is not None and separate.source_type != "file") or (separate is None and model.bundled_config is None):
         place = (model.path_or_id, component) if separate is None else (separate.path_or_id, separate.subfolder)
-        is_quantized = QUANTIZATION in (_read_component_config(separate, component, read) or {})
-        if is_quantized and issubclass(component_class, nn.Module):
-            return _load_quantized_component(
-                component_class, *place, dtype, device, local_files_only, keeps_stored=keeps_stored
-            )
+        config = None if is_tokenizer(component) else _read_component_config(separate, component, read)
+        if config is not None and QUANTIZATION in config:
+            return _load_quantized_component(component_class, *place, dtype, device, local_files_only)
         return load_pretrained_component(
             component_class, *place, dtype=dtype, device=device, local_files_only=local_files_only
         )
@@ -268,7 +261,6 @@ def _load_component(
         dtype=dtype,
         device=device,
         conversion=conversion,
-        keeps_stored=keeps_stored,
     )
 
 

@@ -79,7 +79,9 @@ def list_side_tensors(keys: Iterable[str]) -> set[str]:
         base, _, end = key.rpartition(".")
         if end in (*SCALE_ENDS, *OTHER_ENDS) and f"{base}.weight" in keys:
             found.add(key)
-        elif (end in STATE_ENDS and base in keys) or ((match := STATE_PATTERN.fullmatch(key)) and match["weight"] in keys):
+        elif (end in STATE_ENDS and base in keys) or (
+            (match := STATE_PATTERN.fullmatch(key)) and match["weight"] in keys
+        ):
             found.add(key)
     return found
 

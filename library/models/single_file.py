@@ -1,6 +1,6 @@
 """Load a component from a checkpoint, in one file or several, with diffusers or original keys.
 
-The file is .safetensors or GGUF; weights that it stores quantized are dequantized, and may be kept beside.
+The file is .safetensors or GGUF; weights that it stores quantized are dequantized.
 """
 
 import logging
@@ -16,9 +16,8 @@ from torch import Tensor
 from ..adapters.original_module_names import OriginalModule, group_by_original_module
 from .checkpoint_inspection import DENOISER_PREFIX
 from .facts import FamilyFacts
-from .stored_weights import RowNumbers, StoredWeight, attach_stored_weights, dequantize_all, read_weights
+from .stored_weights import RowNumbers, StoredWeight, dequantize_all, read_weights
 from .weights import build_empty_model, load_tensors
-
 
 logger = logging.getLogger(__name__)
 
@@ -62,15 +61,10 @@ def load_single_file_component(
     dtype: torch.dtype,
     device: torch.device | None,
     conversion: KeyConversion,
-    *,
-    keeps_stored: bool = False,
 ) -> Any:
-    """Build a component from its config and load its weights; its keys in the file may have one of ``prefixes``.
-
-    ``keeps_stored``: leave weights at their layers as the file stores them, where layers can have them so.
-    """
+    """Build a component from its config and load its weights; its keys in the file may have one of ``prefixes``."""
     prefix, weights = _read_weights(path, prefixes)
-    return build_component(component_class, config, weights, prefix, dtype, device, conversion, keeps_stored=keeps_stored)
+    return build_component(component_class, config, weights, prefix, dtype, device, conversion)
 
 
 def build_component(
@@ -81,8 +75,6 @@ def build_component(
     dtype: torch.dtype,
     device: torch.device | None,
     conversion: KeyConversion,
-    *,
-    keeps_stored: bool,
 ) -> Any:
     """Build a component from its config and weights that were read, whose keys have this prefix."""
     model = build_empty_model(component_class, config)
@@ -93,15 +85,13 @@ def build_component(
         missing = [str(error.args[0])]
     if missing:
         raise ValueError(f"the file lacks {len(missing)} weights, for example {missing[0]}")
-    if keeps_stored:
-        attach_stored_weights(model, converted)
     return model
 
 
 def convert_weights(
     model: Any, weights: Mapping[str, Tensor | StoredWeight], prefix: str, conversion: KeyConversion
 ) -> Mapping[str, Tensor | StoredWeight]:
-    """Convert keys, and keep weights as they are stored unless the conversion does more than to move rows."""
+    """Convert keys; weights stay as they are stored unless the conversion does more than to move rows."""
     rows = RowNumbers(weights)
     if not rows.is_empty:
         try:

@@ -2,7 +2,7 @@
 
 A conversion of keys only renames weights, splits them and joins them by rows.  So it is run on numbers of rows in their
 place, and what becomes of the rows says what becomes of the stored values: a weight that was one of three parts of a
-fused module is still stored as it was in the file, and is not rounded a second time.
+fused module is still stored as it was in the file, and only one weight at a time is dequantized.
 """
 
 import json
@@ -23,12 +23,6 @@ from .quantized_keys import StoredFormat
 
 BLOCK_SIDE = 128
 """Rows and columns of a block in files with ``weight_scale_inv``."""
-NF4_BLOCK = 64
-"""Values of a block of nf4 in training."""
-KEPT_FORMATS = ("fp8", "int8", "nf4", *BLOCK_SIZES)
-"""The formats in which frozen layers can keep their weights."""
-ATTRIBUTE = "stored_in_file"
-"""Where a layer has its ``StoredWeight`` from loading until it is trained."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +59,6 @@ class StoredWeight:
         cut = [tensor[start * size : (start + count) * size] for tensor, size in zip(self.tensors, sizes, strict=False)]
         shape = torch.Size((count, *self.shape[1:]))
         return replace(self, shape=shape, tensors=(*cut, *self.tensors[2:]))
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether a frozen layer can have it as it is: one scale for each row, or blocks of the usual size."""
-        if self.format == "nf4":
-            return 2 * self.tensors[0].shape[1] == NF4_BLOCK
-        return self.format in KEPT_FORMATS and (len(self.tensors) == 1 or self.tensors[1].shape[1] == 1)
 
 
 def join_rows(parts: Sequence[StoredWeight]) -> StoredWeight | Tensor:
@@ -150,7 +137,9 @@ def _expand_scale(scale: Tensor, values: Tensor, key: str) -> Tensor:
         if columns % scale.shape[1]:
             scale = scale.repeat_interleave(side, 1)[:, :columns]
     if scale.shape[0] != rows or columns % scale.shape[1]:
-        raise ValueError(f"{key} has shape {list(scale.shape)}, which fits no weight of {rows} rows and {columns} columns")
+        raise ValueError(
+            f"{key} has shape {list(scale.shape)}, which fits no weight of {rows} rows and {columns} columns"
+        )
     return scale
 
 
@@ -199,7 +188,9 @@ class RowNumbers:
         Raises ``ValueError`` where it did more than to split and join rows.
         """
         return {
-            key: self._join(tensor) if tensor.dtype is torch.int64 and tensor.numel() and tensor.max() >= FIRST_ROW else tensor
+            key: self._join(tensor)
+            if tensor.dtype is torch.int64 and tensor.numel() and tensor.max() >= FIRST_ROW
+            else tensor
             for key, tensor in converted.items()
         }
 
@@ -231,14 +222,3 @@ def _number_rows(weight: StoredWeight, first: int) -> Tensor:
 def dequantize_all(weights: Mapping[str, Tensor | StoredWeight]) -> dict[str, Tensor]:
     """Dequantize all stored weights in float32."""
     return {key: each if isinstance(each, Tensor) else each.dequantize() for key, each in weights.items()}
-
-
-def attach_stored_weights(model: nn.Module, weights: Mapping[str, Tensor | StoredWeight]) -> int:
-    """Leave the weights that can stay as they are stored at their layers, for training to take; return how many."""
-    count = 0
-    for key, weight in weights.items():
-        module, _, leaf = key.rpartition(".")
-        if leaf == "weight" and isinstance(weight, StoredWeight) and weight.is_kept:
-            setattr(model.get_submodule(module), ATTRIBUTE, weight)
-            count += 1
-    return count

@@ -1,6 +1,7 @@
 """Tokenizers for models that contain none: single-file checkpoints, and models with random weights."""
 
 import json
+import re
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -8,7 +9,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import ByT5Tokenizer, Qwen2Tokenizer, Qwen2VLImageProcessorPil, Qwen2VLProcessor
+from transformers import AutoTokenizer, ByT5Tokenizer, Qwen2Tokenizer, Qwen2VLImageProcessorPil, Qwen2VLProcessor
+from transformers.utils import is_torchvision_available
 
 from ..registry import copy_class_name
 
@@ -48,6 +50,8 @@ def load_pretrained_tokenizer(tokenizer_class: Any, path_or_id: str, subfolder: 
         return ImageTextProcessor(Qwen2VLImageProcessorPil.from_pretrained(path_or_id, **files), tokenizer)
     if tokenizer_class.__name__ == "Qwen3VLProcessor":
         tokenizer_class = Qwen2Tokenizer  # texts need no more, and the processor of videos needs torchvision
+    if tokenizer_class.__name__ == "PixtralProcessor" and not is_torchvision_available():
+        tokenizer_class = AutoTokenizer
     missing = OSError("it has no vocabulary (vocab.json and merges.txt, tokenizer.json, or tokenizer.model)")
     try:
         tokenizer = tokenizer_class.from_pretrained(path_or_id, subfolder=subfolder, **options)
@@ -72,7 +76,8 @@ def load_cached_tokenizer(
         return tokenizer_class()  # of bytes: it has no files
     options = {name: config[name] for name in ("pad_token", "model_max_length") if name in config}
     repository, _, subfolder = repo_id.partition(":")
-    name = repository.replace("/", "_")
+    number = re.search(r"_\d+$", subfolder)  # one of several tokenizers of a repository
+    name = repository.replace("/", "_") + (number[0] if number else "")
     cached = Path(cache_dir).expanduser() / name if cache_dir else None
     if cached is not None and cached.is_dir():
         return load_pretrained_tokenizer(tokenizer_class, str(cached), **options)

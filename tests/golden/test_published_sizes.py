@@ -262,7 +262,11 @@ SAME_SIZES = ("z_image_base", "krea2_turbo", "pixart_sigma_512", "pixart_sigma_2
 
 @pytest.mark.parametrize(
     "config",
-    [name for name in list_bundled_configs() if get_family_name(name) in original_checkpoints.TRANSFORMERS and name not in SAME_SIZES],
+    [
+        name
+        for name in list_bundled_configs()
+        if get_family_name(name) in original_checkpoints.TRANSFORMERS and name not in SAME_SIZES
+    ],
 )
 def test_files_of_published_size_are_detected_with_original_and_diffusers_keys(config):
     family = get_family_name(config)

@@ -1,6 +1,8 @@
 """Write tiny models in the layouts in which people have them: ComfyUI's separate files, and quantized ones."""
 
+import copy
 import json
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from library.config.schema import ModelConfig
 from library.models.families import FAMILY_FACTS
 from library.models.model_configs import is_tokenizer
+from library.parallel.quantize import QuantizedWeight
 
 _VAES = {
     "AutoencoderKL": original_checkpoints.convert_vae_to_ldm,
@@ -70,10 +73,12 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, 
 def save_tokenizers(family: str, pipe: Any, folder: Path) -> str:
     """Save the tokenizers of a model as ``tokenizer_cache_dir`` has them."""
     for part, hub_id in FAMILY_FACTS[family].text.tokenizer_repo_ids.items():
-        tokenizer = getattr(pipe, part)
+        tokenizer = copy.deepcopy(getattr(pipe, part))
         if "CLIP" in type(tokenizer).__name__:
             tokenizer.pad_token = tokenizer.eos_token  # as in published tokenizers, not by the model
-        tokenizer.save_pretrained(folder / hub_id.partition(":")[0].replace("/", "_"))
+        is_one_of_several = hub_id.endswith((":tokenizer_2", ":tokenizer_3"))
+        number = part.removeprefix("tokenizer") if is_one_of_several else ""
+        tokenizer.save_pretrained(folder / (hub_id.partition(":")[0].replace("/", "_") + number))
     return str(folder)
 
 
@@ -130,4 +135,48 @@ def scale_to_fp8(tensors: Mapping[str, Tensor], layout: str) -> tuple[dict[str, 
             result[f"{base}.weight_scale"], result[f"{base}.input_scale"] = scale, torch.ones(())
     if layout == "scale_weight":
         result["scaled_fp8"] = torch.empty(2, dtype=torch.float8_e4m3fn)
+    return result, reference
+
+
+def write_gguf(tensors: Mapping[str, Tensor], path: Path, architecture: str) -> dict[str, Tensor]:
+    """Write a GGUF file with matrices in Q8_0 where their rows allow it; return what it stands for in float32."""
+    infos, data, reference = [], b"", {}
+    for name, tensor in tensors.items():
+        rows = tensor.detach().float().contiguous()
+        if is_quantized_key(name, tensor) and tensor.shape[-1] % 32 == 0:
+            blocks = rows.view(-1, 32)
+            scale = (blocks.abs().amax(1, keepdim=True) / 127).half()
+            values = (blocks / scale.float().clamp_min(1e-12)).round().clamp(-127, 127).to(torch.int8)
+            raw, kind = torch.cat([scale.view(torch.uint8), values.view(torch.uint8)], dim=1).numpy().tobytes(), 8
+            reference[name] = (values.float() * scale.float()).view(tensor.shape)
+        else:
+            raw, kind, reference[name] = rows.numpy().tobytes(), 0, rows
+        dims = tensor.shape[::-1]
+        infos.append(_pack_text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, len(data)))
+        data += raw + bytes(-len(raw) % 32)
+    values = _pack_text("general.architecture") + struct.pack("<I", 8) + _pack_text(architecture)
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(infos), 1) + values + b"".join(infos)
+    path.write_bytes(head + bytes(-len(head) % 32) + data)
+    return reference
+
+
+def _pack_text(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+def quantize_nf4(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Store matrices in nf4 as bitsandbytes does; return what is stored, and what it stands for."""
+    result, reference = {}, dict(state)
+    for key, tensor in state.items():
+        if not is_quantized_key(key, tensor):
+            result[key] = tensor
+            continue
+        weight = QuantizedWeight.quantize(tensor.float(), "nf4")
+        packed, scale, levels = weight.tensors
+        details = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": list(tensor.shape)}
+        data = torch.tensor(list(json.dumps(details).encode()), dtype=torch.uint8)
+        result[key] = packed.flatten()[: (tensor.numel() + 1) // 2].view(-1, 1)
+        result[f"{key}.absmax"], result[f"{key}.quant_map"] = scale.float().flatten(), levels
+        result[f"{key}.quant_state.bitsandbytes__nf4"] = data
+        reference[key] = weight.dequantize(torch.float32)
     return result, reference

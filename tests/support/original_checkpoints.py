@@ -128,6 +128,7 @@ def convert_sd3_transformer(model: nn.Module) -> dict[str, Tensor]:
 
 
 def convert_flux_transformer(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The last modulation is shift and scale, but scale and shift in diffusers."""
     state, tensors = model.state_dict() if isinstance(model, nn.Module) else model, {}
     linear = [
         name.removesuffix(".weight")
@@ -149,6 +150,8 @@ def convert_flux_transformer(model: nn.Module | Mapping[str, Tensor]) -> dict[st
             end = ends[part].replace("img_attn.", "") if kind.startswith("single") else ends[part]
             blocks = "single_blocks" if kind.startswith("single") else "double_blocks"
             tensors[f"{blocks}.{number}.{end}.scale"] = tensor
+    for name in [name for name in tensors if name.startswith("final_layer.adaLN_modulation.1.")]:
+        tensors[name] = torch.cat(tensors[name].chunk(2)[::-1])
     return tensors
 
 
@@ -231,12 +234,7 @@ def convert_longcat_image_transformer(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _convert_flux_like(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The last modulation is shift and scale, but scale and shift in diffusers."""
-    tensors = convert_flux_transformer({name.replace("time_embed.", "time_text_embed."): state[name] for name in state})
-    for end in ("weight", "bias"):
-        name = f"final_layer.adaLN_modulation.1.{end}"
-        tensors[name] = torch.cat(tensors[name].chunk(2)[::-1])
-    return tensors
+    return convert_flux_transformer({name.replace("time_embed.", "time_text_embed."): state[name] for name in state})
 
 
 def convert_z_image_transformer(model: nn.Module) -> dict[str, Tensor]:
