@@ -124,6 +124,8 @@ def load_pipeline(
     loaded: dict[str, Any] = {}
     local_files_only = _uses_hub(model) and not is_hub_reachable()
     logger.info("loading %s of %s", ", ".join(components), model.path_or_id)
+    if model.stored_formats and family.facts.denoiser_name in components:
+        _report_stored_formats(model, dtype, family.model_config.quantize_base)
     for name in components:
         with _raise_config_error(model, name), _disable_progress_bars():
             # Older VAEs overflow in half precision; they are small and run once per image.
@@ -148,6 +150,15 @@ def load_pipeline(
     merged = _merge_into_pipeline(pipe, _build_pipeline(family.get_pipeline_class(), index, loaded))
     family.configure_pipeline(merged, read)
     return merged
+
+
+def _report_stored_formats(model: DetectedModel, dtype: torch.dtype, quantize_base: str) -> None:
+    """Say what becomes of weights that are stored quantized."""
+    formats, name = ", ".join(model.stored_formats), str(dtype).removeprefix("torch.")
+    if quantize_base == "none":
+        logger.info("its weights are stored in %s and dequantized to %s", formats, name)
+    else:
+        logger.warning("its weights are stored in %s; quantize_base %s rounds them again", formats, quantize_base)
 
 
 def load_pipeline_on_meta(family: "Family", model: DetectedModel, dtype: torch.dtype) -> Any:

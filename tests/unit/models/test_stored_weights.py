@@ -9,7 +9,7 @@ from data_paths import ROOT
 from family_cases import build_case
 from rank_processes import run_on_ranks
 from safetensors.torch import load_file
-from training_runs import write_images
+from training_runs import max_relative_difference, write_images
 
 from library.errors import ConfigError
 from library.models.detect import detect_model
@@ -80,7 +80,7 @@ def test_a_repository_in_nf4_is_read_without_bitsandbytes(build_case, tmp_path):
     assert all(torch.equal(tensor, reference[key]) for key, tensor in loaded.items())
     settings["quant_method"] = "torchao"
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": settings}))
-    with pytest.raises(ConfigError, match="transformer is stored by torchao.* use the repository in bf16"):
+    with pytest.raises(ConfigError, match=r"transformer is stored by torchao.* use the repository in bf16"):
         detect_model(str(tmp_path))
 
 
@@ -125,9 +125,8 @@ def test_a_model_that_is_stored_quantized_is_trained(layout, build_case, tmp_pat
     for path in (stored, tmp_path / "reference.safetensors"):
         options = model_layouts.build_options("z_image", {**paths, "transformer": str(path)}, tokenizers)
         flags = [*model_layouts.list_flags(options), "--dataset_config", str(dataset), "--output_dir", str(tmp_path)]
-        flags += "--mixed_precision no --network_dim 4 --max_train_steps 2 --learning_rate 0.1 --quiet".split()
+        flags += "--mixed_precision no --network_dim 4 --max_train_steps 2 --learning_rate 0.1 --optimizer_type SGD --quiet".split()
         flags += ["--max_data_loader_n_workers", "0", "--output_name", path.stem]
         run_on_ranks(1, train_settings, *flags)
         results[path.stem] = load_file(tmp_path / f"{path.stem}.safetensors")
-    ours, theirs = results["stored"], results["reference"]
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    assert max_relative_difference(results["stored"], results["reference"]) < 1e-4
