@@ -60,7 +60,7 @@ class GgufTensor:
     shape: tuple[int, ...]
     """The shape in the model, rows first."""
     offset: int
-    """Its first byte in the file."""
+    """The place of its first byte in the file."""
     nbytes: int
     row_bytes: int
     """The bytes of each row, that is of the values along the last axis in the file."""

@@ -102,7 +102,9 @@ def _load_quantized_component(
         raise ValueError("it has no .safetensors weights; pickles (.bin) can run code and are never read")
     config = {key: value for key, value in config.items() if key != QUANTIZATION}
     weights, conversion = read_file_weights(files), KeyConversion()
-    return build_component(component_class, config, weights, "", dtype, device, conversion)
+    return build_component(
+        component_class, config, weights, prefix="", dtype=dtype, device=device, conversion=conversion
+    )
 
 
 logger = logging.getLogger(__name__)
@@ -244,7 +246,9 @@ def _load_component(
         place = (model.path_or_id, component) if separate is None else (separate.path_or_id, separate.subfolder)
         config = None if is_tokenizer(component) else _read_component_config(separate, component, read)
         if config is not None and QUANTIZATION in config:
-            return _load_quantized_component(component_class, *place, dtype, device, local_files_only)
+            return _load_quantized_component(
+                component_class, *place, dtype=dtype, device=device, local_files_only=local_files_only
+            )
         return load_pretrained_component(
             component_class, *place, dtype=dtype, device=device, local_files_only=local_files_only
         )

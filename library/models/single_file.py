@@ -64,7 +64,9 @@ def load_single_file_component(
 ) -> Any:
     """Build a component from its config and load its weights; its keys in the file may have one of ``prefixes``."""
     prefix, weights = _read_weights(path, prefixes)
-    return build_component(component_class, config, weights, prefix, dtype, device, conversion)
+    return build_component(
+        component_class, config, weights, prefix=prefix, dtype=dtype, device=device, conversion=conversion
+    )
 
 
 def build_component(

@@ -199,7 +199,7 @@ class RowNumbers:
         if len(numbers) != tensor.shape[0] or tensor.ndim < 2:
             raise ValueError("the conversion is not one of rows")
         ends = (torch.where(numbers.diff() != 1)[0] + 1).tolist()
-        parts = []
+        parts: list[StoredWeight] = []
         for start, end in zip([0, *ends], [*ends, len(numbers)], strict=True):
             parts += self._take(int(numbers[start]), end - start)
         return join_rows(parts)
