@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from .checkpoint_header import CheckpointHeader, read_checkpoint_header
+from .checkpoint_header import CheckpointHeader, is_gguf, read_checkpoint_header
 from .facts import FamilyFacts
 from .model_configs import (
     BundledConfig,
@@ -221,6 +221,8 @@ def resolve_component_source(path_or_id: str, component: str, read_model: Config
     if path.is_file():
         header = read_checkpoint_header(path)
         reject_unsupported_file(header)
+        if is_gguf(path):
+            raise ModelError("is a GGUF file, which is read of denoisers only; use the .safetensors file")
         _require_signature(find_component_signatures(header), expected, component)
         return ComponentSource("file", str(path))
     if not path.is_dir() and (path_or_id.count("/") != 1 or path.is_absolute() or path_or_id.endswith(".safetensors")):

@@ -1,6 +1,7 @@
 """Models that are stored quantized load as what their values stand for, and are trained."""
 
 import json
+from dataclasses import replace
 
 import model_layouts
 import pytest
@@ -92,6 +93,14 @@ def test_a_variant_in_several_files_is_loaded(build_case, tmp_path):
     loaded = FAMILIES.get("z_image")().load(str(tmp_path), torch.float32, ("transformer",)).transformer.state_dict()
     expected = tiny.pipe.transformer.state_dict()
     assert all(torch.equal(tensor, expected[key]) for key, tensor in loaded.items())
+
+
+def test_a_text_encoder_in_gguf_is_refused_with_the_way_out(build_case, tmp_path):
+    _, tiny = build_case("z_image")
+    model_layouts.write_gguf({"token_embd.weight": torch.ones(64, 32)}, tmp_path / "text.gguf", "qwen3")
+    options = model_layouts.write_separate_files("z_image", tiny.pipe, tmp_path)
+    with pytest.raises(ConfigError, match=r"text_encoder: .*is a GGUF file.*use the .safetensors file"):
+        detect_model(replace(options, text_encoder=str(tmp_path / "text.gguf")))
 
 
 def train_settings(*flags: str) -> None:
