@@ -1,13 +1,13 @@
-"""Identify a .safetensors checkpoint by the keys and shapes in its header, without reading weights; no torch."""
+"""Identify a checkpoint by the keys and shapes in its header, without reading weights; no torch."""
 
-import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from .checkpoint_shards import list_shard_paths
+from .checkpoint_header import CheckpointHeader, is_gguf, read_checkpoint_header
 from .facts import FamilyFacts
 from .model_configs import (
     BundledConfig,
@@ -22,11 +22,21 @@ from .model_configs import (
     load_bundled_config,
 )
 from .own_families import list_own_configs
+from .quantized_keys import OTHER_FILES
 
 DENOISER_PREFIX = "model.diffusion_model."
 """Prefix of the denoiser's keys in full checkpoints, and in some files with only the denoiser."""
 
 _UNSUPPORTED_FILE_PATTERNS: tuple[tuple[str, str], ...] = (
+    (
+        r"\.(wscales|smooth_factor|smooth_factor_orig)$",
+        "an SVDQuant model of Nunchaku, whose 4-bit weights only its own kernels read; train on the file of this model "
+        "in bf16, fp16, fp8 or GGUF, and use the LoRA with Nunchaku",
+    ),
+    (
+        r"\.(qzeros|g_idx|weight_packed)$",
+        f"quantized as for a language model (AWQ, GPTQ or compressed-tensors), which is not read; {OTHER_FILES}",
+    ),
     (
         r"\.lora_(down|up|A|B)\b|\.hada_w1_a|\.lokr_w|\.oft_(blocks|diag)",
         "a LoRA file, not a model; give the model that it was trained on",
@@ -34,8 +44,6 @@ _UNSUPPORTED_FILE_PATTERNS: tuple[tuple[str, str], ...] = (
     (r"^(emb_params|string_to_param)|^clip_[lg]$", "a textual inversion embedding, not a model"),
     (r"^control_model\.|controlnet_|^input_hint_block\.", "a ControlNet; train a LoRA on the model itself"),
     (r"^image_proj(_model)?\.|^ip_adapter\.", "an IP-Adapter, not a model"),
-    (r"scaled_fp8$|\.scale_weight$|\.weight_scale$", "a scaled-fp8 model; use the file with bf16 or fp16 weights"),
-    (r"\.(absmax|quant_state|quant_map)\b", "a quantized model; use the file with bf16 or fp16 weights"),
 )
 """Patterns of keys of files that are never usable, and what such a file is."""
 
@@ -63,22 +71,14 @@ _COMPONENT_SIGNATURES: Mapping[str, tuple[str, str, int]] = {
 """The pattern of a key of each component type, the description of the type, and the axis of its width."""
 
 
-@dataclass(frozen=True)
-class SafetensorsHeader:
-    """Key shapes and metadata of a file."""
-
-    shapes: Mapping[str, tuple[int, ...]]
-    metadata: Mapping[str, str]
-
-
-def reject_unsupported_file(header: SafetensorsHeader) -> None:
+def reject_unsupported_file(header: CheckpointHeader) -> None:
     """Raise if the file is neither a model nor a component of one."""
     for pattern, description in _UNSUPPORTED_FILE_PATTERNS:
         if any(re.search(pattern, name) for name in header.shapes):
             raise ModelError(f"is {description}")
 
 
-def find_component_signatures(header: SafetensorsHeader) -> list[ComponentSignature]:
+def find_component_signatures(header: CheckpointHeader) -> list[ComponentSignature]:
     """Find the VAE and text encoders in a file."""
     signatures = {}
     for component_type, (pattern, _, axis) in _COMPONENT_SIGNATURES.items():
@@ -92,19 +92,19 @@ def describe_signature(signature: ComponentSignature) -> str:
     return _COMPONENT_SIGNATURES[signature.component_type][1].format(signature.width)
 
 
-def has_denoiser(header: SafetensorsHeader, facts: FamilyFacts) -> bool:
+def has_denoiser(header: CheckpointHeader, facts: FamilyFacts) -> bool:
     """Whether the file contains the denoiser of a family."""
     keys = facts.detection.keys
     return bool(keys) and all(_find_shape(header, key, facts) is not None for key in keys)
 
 
-def match_bundled_config(header: SafetensorsHeader, family: str, facts: FamilyFacts) -> str | None:
+def match_bundled_config(header: CheckpointHeader, family: str, facts: FamilyFacts) -> str | None:
     """The name of the family's first bundled config that matches the shapes in the file."""
     return next(iter(match_bundled_configs(header, family, facts)), None)
 
 
 def match_bundled_configs(
-    header: SafetensorsHeader, family: str, facts: FamilyFacts, version: Mapping[str, object] | None = None
+    header: CheckpointHeader, family: str, facts: FamilyFacts, version: Mapping[str, object] | None = None
 ) -> list[str]:
     """The names of the family's bundled configs that match the shapes in the file, the main one first.
 
@@ -125,7 +125,7 @@ def match_bundled_configs(
     ]
 
 
-def find_component_names(header: SafetensorsHeader, facts: FamilyFacts) -> tuple[str, ...]:
+def find_component_names(header: CheckpointHeader, facts: FamilyFacts) -> tuple[str, ...]:
     """The family's components in the file; the denoiser may have no prefix."""
     names = [
         component
@@ -137,7 +137,19 @@ def find_component_names(header: SafetensorsHeader, facts: FamilyFacts) -> tuple
     return tuple(names)
 
 
-def reject_unsupported_model(header: SafetensorsHeader, families: Iterable[FamilyFacts]) -> None:
+def list_denoiser_formats(header: CheckpointHeader, facts: FamilyFacts) -> tuple[str, ...]:
+    """The formats in which weights of the denoiser are stored quantized, the most frequent first."""
+    others = [
+        prefix
+        for component, prefixes in facts.single_files.prefixes.items()
+        if component not in facts.pipeline.denoisers
+        for prefix in prefixes
+    ]
+    names = Counter(each.name for key, each in header.formats.items() if not key.startswith(tuple(others)))
+    return tuple(name for name, _ in names.most_common())
+
+
+def reject_unsupported_model(header: CheckpointHeader, families: Iterable[FamilyFacts]) -> None:
     """Raise if the model is of a type of its family that cannot be trained."""
     for facts in families:
         if not has_denoiser(header, facts):
@@ -149,7 +161,7 @@ def reject_unsupported_model(header: SafetensorsHeader, families: Iterable[Famil
 
 
 def _iter_shape_checks(
-    header: SafetensorsHeader, facts: FamilyFacts, config: BundledConfig
+    header: CheckpointHeader, facts: FamilyFacts, config: BundledConfig
 ) -> Iterator[tuple[object, object]]:
     """The family's ``shape_checks``: the value in the file, and the value in the config."""
     for (key, axis), (component, *steps) in facts.detection.shape_checks.items():
@@ -164,71 +176,13 @@ def _iter_shape_checks(
         yield (shape[axis] if shape is not None and axis < len(shape) else None), value
 
 
-def _find_shape(header: SafetensorsHeader, key: str, facts: FamilyFacts | None = None) -> tuple[int, ...] | None:
+def _find_shape(header: CheckpointHeader, key: str, facts: FamilyFacts | None = None) -> tuple[int, ...] | None:
     """The shape of a weight by its original or its diffusers key, with or without prefix."""
     own = facts.single_files.prefixes.get(facts.denoiser_name, ()) if facts else ()
     prefixes = dict.fromkeys((DENOISER_PREFIX, "", *own))
     keys = (key, facts.detection.diffusers_keys.get(key, key) if facts else key)
     names = [prefix + each for each in keys for prefix in prefixes]
     return next((header.shapes[name] for name in names if name in header.shapes), None)
-
-
-def read_checkpoint_header(path: Path) -> SafetensorsHeader:
-    """Read the headers of all files of the checkpoint of which ``path`` is one, as one header."""
-    paths = list_shard_paths(path)
-    if missing := [shard.name for shard in paths if not shard.is_file()]:
-        names = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
-        text = f"{len(missing)} of the {len(paths)} files of the model are missing: {names}"
-        raise ModelError(f"{text}; put them into the same folder")
-    headers = [read_safetensors_header(shard) for shard in paths]
-    shapes = {name: shape for header in headers for name, shape in header.shapes.items()}
-    return SafetensorsHeader(shapes, {key: text for header in headers for key, text in header.metadata.items()})
-
-
-_MAX_HEADER_BYTES = 100_000_000
-"""The limit of safetensors itself."""
-
-
-def read_safetensors_header(path: Path) -> SafetensorsHeader:
-    """Read the header of a .safetensors file; other files raise ``ModelError`` with their type."""
-    try:
-        with path.open("rb") as file:
-            start = file.read(8)
-            length = int.from_bytes(start, "little")
-            raw = file.read(length) if 2 <= length <= _MAX_HEADER_BYTES else b""
-            first_bytes = start + raw[:64] if raw else start + file.read(64)
-    except OSError as error:
-        raise ModelError(f"cannot be read: {error.strerror}") from None
-    if not raw.startswith(b"{"):
-        raise ModelError(_describe_file_type(first_bytes))
-    if len(raw) < length:
-        raise ModelError("is truncated; download or copy it again")
-    try:
-        data = json.loads(raw)
-        metadata = data.pop("__metadata__", {})
-        header = SafetensorsHeader({name: tuple(entry["shape"]) for name, entry in data.items()}, metadata)
-        end = 8 + length + max((entry["data_offsets"][1] for entry in data.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-        raise ModelError("is a damaged safetensors file; download or copy it again") from None
-    if (size := path.stat().st_size) < end:
-        raise ModelError(f"is truncated: {size:,} of {end:,} bytes are there; download or copy it again")
-    return header
-
-
-def _describe_file_type(first_bytes: bytes) -> str:
-    if first_bytes.startswith((b"PK", b"\x80")):
-        return (
-            "is a pickle (.ckpt, .pt, .bin), which can run code when it is loaded and is never read; use the "
-            ".safetensors file of this model, or save it as one in ComfyUI (Save Checkpoint) or A1111 (Checkpoint "
-            "Merger)"
-        )
-    if first_bytes.startswith(b"GGUF"):
-        return "is a GGUF file, for inference only; use the .safetensors file of this model"
-    if first_bytes.startswith(b"version https://git-lfs"):
-        return "is a git-lfs pointer; run `git lfs pull` in its repository"
-    if first_bytes.lstrip().lower().startswith((b"<!doctype", b"<html", b'{"error', b"<?xml")):
-        return "is a web page, not a model; the download failed"
-    return "is empty" if not first_bytes else "is not a safetensors file"
 
 
 _SIGNATURE_BY_CLASS: Mapping[str, tuple[str, str]] = {
@@ -274,6 +228,8 @@ def resolve_component_source(path_or_id: str, component: str, read_model: Config
     if path.is_file():
         header = read_checkpoint_header(path)
         reject_unsupported_file(header)
+        if is_gguf(path):
+            raise ModelError("is a GGUF file, which is read of denoisers only; use the .safetensors file")
         _require_signature(find_component_signatures(header), expected, component)
         return ComponentSource("file", str(path))
     if not path.is_dir() and (path_or_id.count("/") != 1 or path.is_absolute() or path_or_id.endswith(".safetensors")):

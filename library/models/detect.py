@@ -15,15 +15,15 @@ from ..demo import BUILT_IN_MODEL_DIR
 from ..errors import ConfigError, FileError
 from ..name_suggestions import suggest_name
 from ..problems import Problem
+from .checkpoint_header import CheckpointHeader, read_checkpoint_header
 from .checkpoint_inspection import (
     ComponentSource,
-    SafetensorsHeader,
     describe_signature,
     find_component_names,
     find_component_signatures,
     has_denoiser,
+    list_denoiser_formats,
     match_bundled_configs,
-    read_checkpoint_header,
     reject_unsupported_file,
     reject_unsupported_model,
     resolve_component_source,
@@ -38,9 +38,11 @@ from .model_configs import (
     build_hub_reader,
     has_config_value,
     is_tokenizer,
+    list_config_formats,
     list_family_configs,
     load_bundled_config,
     read_required,
+    reject_unread_quantization,
 )
 from .own_families import (
     find_class_mismatch,
@@ -84,6 +86,8 @@ class DetectedModel:
     """Values that replace those of the scheduler config."""
     max_side: int | None = None
     """The longest side of an image that the denoiser has positions for; None: any."""
+    stored_formats: tuple[str, ...] = ()
+    """The formats in which its files have weights of the denoiser quantized: ``fp8``, ``nf4``, ``Q4_K`` ..."""
 
     @property
     def is_built_in(self) -> bool:
@@ -199,11 +203,11 @@ def _detect_from_configs(
             continue
         for component in facts.components:
             file = "tokenizer_config.json" if is_tokenizer(component) else "config.json"
-            read_required(read, f"{component}/{file}")
+            reject_unread_quantization(read_required(read, f"{component}/{file}"), component)
         reason = f"model_index.json has {name}, and {match.reason}"
-        return _build_detected(
-            family, f"set by --family; {reason}" if family_option else reason, match, source_type, path_or_id
-        )
+        reason = f"set by --family; {reason}" if family_option else reason
+        stored = list_config_formats(read(f"{facts.denoiser_name}/config.json") or {})
+        return _build_detected(family, reason, match, source_type, path_or_id, stored_formats=stored)
     if family_option:
         raise ModelError(f"its files are not those of family {family_option}")
     raise ModelError(f"its pipeline class {name} is not supported; supported: {_list_family_titles()}")
@@ -275,7 +279,7 @@ def _mention_variants(detected: DetectedModel, configs: Sequence[str]) -> Detect
 
 
 def _build_single_file_model(
-    path: Path, header: SafetensorsHeader, family: str, config: str, has_family_option: bool
+    path: Path, header: CheckpointHeader, family: str, config: str, has_family_option: bool
 ) -> DetectedModel:
     facts = get_family_facts(family)
     match = _match_bundled_config(family, config)
@@ -298,6 +302,7 @@ def _build_single_file_model(
         str(path),
         bundled_config=config,
         single_file_components=find_component_names(header, facts),
+        stored_formats=list_denoiser_formats(header, facts),
         scheduler_overrides=overrides,
     )
 
@@ -309,7 +314,7 @@ def _match_bundled_config(family: str, config: str) -> FamilyMatch:
     return match
 
 
-def _describe_unknown_file(header: SafetensorsHeader) -> str:
+def _describe_unknown_file(header: CheckpointHeader) -> str:
     pieces = [describe_signature(piece) for piece in find_component_signatures(header)]
     if pieces:
         return f"is not a complete model; it holds a {' and a '.join(pieces)}"

@@ -1,7 +1,9 @@
 """Load the components of a diffusers pipeline: from folders, the hub, single files, or with random weights."""
 
 import importlib
+import json
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,24 +12,30 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers.utils import logging as diffusers_logging
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from ..errors import FileError
 from ..problems import Problem
+from .checkpoint_inspection import ComponentSource
 from .detect import DetectedModel, detect_model, get_config_reader
 from .families import FAMILIES
 from .model_configs import (
     GUIDERS,
+    QUANTIZATION,
     ConfigReader,
     JsonDict,
+    build_folder_reader,
+    build_hub_reader,
     is_component,
     is_hub_reachable,
     is_tokenizer,
     read_required,
 )
-from .single_file import build_key_conversion, load_single_file_component
+from .single_file import KeyConversion, build_component, build_key_conversion, load_single_file_component
+from .stored_weights import read_file_weights
 from .tokenizers import build_byte_tokenizer, load_cached_tokenizer, load_pretrained_tokenizer
 from .weights import build_empty_model, build_random_component, cast_persistent_buffers
 
@@ -62,11 +70,41 @@ def load_pretrained_component(
 
 
 def _detect_variant(directory: Path) -> str | None:
-    """``fp16`` where a folder has ``model.fp16.safetensors`` and no ``model.safetensors``."""
-    names = [path.name.split(".") for path in directory.glob("*.safetensors")]
-    if any(len(name) == 2 for name in names):
-        return None
-    return next((name[1] for name in names if len(name) == 3), None)
+    """``fp16`` where a folder has ``model.fp16.safetensors``, in one file or several, and no ``model.safetensors``."""
+    variants = {split_variant(path.name) for path in directory.glob("*.safetensors")}
+    return None if "" in variants else min(variants, default=None)
+
+
+def split_variant(name: str) -> str:
+    """``fp16`` of ``model.fp16.safetensors`` and ``model.fp16-00001-of-00002.safetensors``; else an empty text."""
+    parts = re.sub(r"-\d+-of-\d+(?=\.safetensors$)", "", name).split(".")
+    return parts[1] if len(parts) == 3 else ""
+
+
+def _load_quantized_component(
+    component_class: Any,
+    path_or_id: str,
+    subfolder: str,
+    dtype: torch.dtype,
+    device: torch.device | None,
+    local_files_only: bool,
+) -> Any:
+    """Load a component that a folder or hub repository stores quantized, without the library that quantized it."""
+    root = Path(path_or_id)
+    if not root.is_dir():
+        patterns = [f"{subfolder}/*{end}".removeprefix("/") for end in (".json", ".safetensors")]
+        root = Path(snapshot_download(path_or_id, allow_patterns=patterns, local_files_only=local_files_only))
+    folder = root / subfolder
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    variant = _detect_variant(folder) or ""
+    files = sorted(path for path in folder.glob("*.safetensors") if split_variant(path.name) == variant)
+    if not files:
+        raise ValueError("it has no .safetensors weights; pickles (.bin) can run code and are never read")
+    config = {key: value for key, value in config.items() if key != QUANTIZATION}
+    weights, conversion = read_file_weights(files), KeyConversion()
+    return build_component(
+        component_class, config, weights, prefix="", dtype=dtype, device=device, conversion=conversion
+    )
 
 
 logger = logging.getLogger(__name__)
@@ -88,6 +126,8 @@ def load_pipeline(
     loaded: dict[str, Any] = {}
     local_files_only = _uses_hub(model) and not is_hub_reachable()
     logger.info("loading %s of %s", ", ".join(components), model.path_or_id)
+    if model.stored_formats and family.facts.denoiser_name in components:
+        _report_stored_formats(model, dtype, family.model_config.quantize_base)
     for name in components:
         with _raise_config_error(model, name), disable_progress_bars():
             # Older VAEs overflow in half precision; they are small and run once per image.
@@ -112,6 +152,15 @@ def load_pipeline(
     merged = _merge_into_pipeline(pipe, _build_pipeline(family.get_pipeline_class(), index, loaded))
     family.configure_pipeline(merged, read)
     return merged
+
+
+def _report_stored_formats(model: DetectedModel, dtype: torch.dtype, quantize_base: str) -> None:
+    """Say what becomes of weights that are stored quantized."""
+    formats, name = ", ".join(model.stored_formats), str(dtype).removeprefix("torch.")
+    if quantize_base == "none":
+        logger.info("its weights are stored in %s and dequantized to %s", formats, name)
+    else:
+        logger.warning("its weights are stored in %s; quantize_base %s rounds them again", formats, quantize_base)
 
 
 def load_pipeline_on_meta(family: "Family", model: DetectedModel, dtype: torch.dtype) -> Any:
@@ -193,18 +242,15 @@ def _load_component(
 ) -> Any:
     """Load one component from its own source, the model's single file, the model's folder, or at random."""
     separate = model.component_sources.get(component)
-    if separate is not None and separate.source_type != "file":
+    if (separate is not None and separate.source_type != "file") or (separate is None and model.bundled_config is None):
+        place = (model.path_or_id, component) if separate is None else (separate.path_or_id, separate.subfolder)
+        config = None if is_tokenizer(component) else _read_component_config(separate, component, read)
+        if config is not None and QUANTIZATION in config:
+            return _load_quantized_component(
+                component_class, *place, dtype=dtype, device=device, local_files_only=local_files_only
+            )
         return load_pretrained_component(
-            component_class,
-            separate.path_or_id,
-            separate.subfolder,
-            dtype=dtype,
-            device=device,
-            local_files_only=local_files_only,
-        )
-    if separate is None and model.bundled_config is None:
-        return load_pretrained_component(
-            component_class, model.path_or_id, component, dtype=dtype, device=device, local_files_only=local_files_only
+            component_class, *place, dtype=dtype, device=device, local_files_only=local_files_only
         )
     if is_tokenizer(component):
         if model.source_type == "random":
@@ -223,8 +269,22 @@ def _load_component(
     prefixes = family.facts.single_files.prefixes.get(component, ())
     conversion = build_key_conversion(family.facts, component, config)
     return load_single_file_component(
-        component_class, path, config, prefixes=prefixes, dtype=dtype, device=device, conversion=conversion
+        component_class,
+        path,
+        config,
+        prefixes=prefixes,
+        dtype=dtype,
+        device=device,
+        conversion=conversion,
     )
+
+
+def _read_component_config(separate: ComponentSource | None, component: str, read: ConfigReader) -> JsonDict | None:
+    if separate is None:
+        return read(f"{component}/config.json")
+    path = Path(separate.path_or_id)
+    own = build_folder_reader(path) if path.is_dir() else build_hub_reader(separate.path_or_id)
+    return own(f"{separate.subfolder}/config.json".removeprefix("/"))
 
 
 def import_model_class(library: str, name: str) -> Any:

@@ -108,6 +108,37 @@ def read_required(read: ConfigReader, name: str) -> JsonDict:
     return data
 
 
+QUANTIZATION = "quantization_config"
+"""What the config of a component that is stored quantized has."""
+
+
+def list_config_formats(config: JsonDict) -> tuple[str, ...]:
+    """The formats in which a component of a folder is stored quantized, by its config."""
+    settings = config.get(QUANTIZATION)
+    if not isinstance(settings, dict):
+        return ()
+    if settings.get("load_in_8bit"):
+        return ("int8",)
+    return (str(settings.get("bnb_4bit_quant_type", "fp4")),) if settings.get("load_in_4bit") else ("fp8",)
+
+
+def reject_unread_quantization(config: JsonDict, component: str) -> None:
+    """Raise if a component of a folder is stored quantized in a way that is not read."""
+    settings = config.get(QUANTIZATION)
+    method = settings.get("quant_method", "bitsandbytes") if isinstance(settings, dict) else None
+    if method in (None, "bitsandbytes", "fp8"):
+        return
+    if method == "torchao":
+        raise ModelError(
+            f"its {component} is stored by torchao, whose tensors are not read; use the repository in bf16, and "
+            "--quantize_base int8, fp8 or nf4"
+        )
+    raise ModelError(
+        f"its {component} is stored quantized by {method}, which is not read; use the repository in bf16, fp16, or by "
+        "bitsandbytes (nf4, int8)"
+    )
+
+
 def read_scheduler_config(read: ConfigReader, num_timesteps: int = 1000) -> JsonDict:
     """Read the scheduler's config, whose schedule has to have this length."""
     config = read_required(read, SCHEDULER)

@@ -1,5 +1,9 @@
-"""Load a component from a .safetensors checkpoint, in one file or several, with diffusers or original keys."""
+"""Load a component from a checkpoint, in one file or several, with diffusers or original keys.
 
+The file is .safetensors or GGUF; weights that it stores quantized are dequantized.
+"""
+
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,9 +15,11 @@ from torch import Tensor
 
 from ..adapters.original_module_names import OriginalModule, group_by_original_module
 from .checkpoint_inspection import DENOISER_PREFIX
-from .checkpoint_shards import open_checkpoint
 from .facts import FamilyFacts
+from .stored_weights import RowNumbers, StoredWeight, dequantize_all, read_weights
 from .weights import build_empty_model, load_tensors
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,8 @@ class KeyConversion:
     """Names of modules that files have instead of one in the layout: see ``SingleFileFacts.joins``."""
     patterns: Mapping[str, str] = field(default_factory=dict)
     """Patterns of keys in diffusers or transformers, and what they are in files that are converted by these."""
+    needs_vision: bool = False
+    """Whether images are encoded with the text, so that the vision part of a text encoder is used."""
 
 
 def build_key_conversion(facts: FamilyFacts, component: str, config: Mapping[str, Any]) -> KeyConversion:
@@ -38,7 +46,8 @@ def build_key_conversion(facts: FamilyFacts, component: str, config: Mapping[str
     if component == "vae" and facts.single_files.build_vae_patterns is not None:
         return replace(conversion, patterns=facts.single_files.build_vae_patterns(config))
     if component in facts.text.components:
-        return replace(conversion, patterns=facts.single_files.text_patterns)
+        needs_vision = bool(facts.control.text_tokens_per_image)
+        return replace(conversion, patterns=facts.single_files.text_patterns, needs_vision=needs_vision)
     if component != facts.denoiser_name:
         return conversion
     return replace(conversion, layout=facts.single_files.layout, joins=facts.single_files.joins)
@@ -54,15 +63,25 @@ def load_single_file_component(
     conversion: KeyConversion,
 ) -> Any:
     """Build a component from its config and load its weights; its keys in the file may have one of ``prefixes``."""
-    prefix, tensors = _read_tensors(path, prefixes)
+    prefix, weights = _read_weights(path, prefixes)
+    return build_component(
+        component_class, config, weights, prefix=prefix, dtype=dtype, device=device, conversion=conversion
+    )
+
+
+def build_component(
+    component_class: Any,
+    config: Mapping[str, Any],
+    weights: Mapping[str, Tensor | StoredWeight],
+    prefix: str,
+    dtype: torch.dtype,
+    device: torch.device | None,
+    conversion: KeyConversion,
+) -> Any:
+    """Build a component from its config and weights that were read, whose keys have this prefix."""
     model = build_empty_model(component_class, config)
-    is_text_encoder = component_class.__module__.startswith("transformers.")
     try:
-        if is_text_encoder:
-            converted = _convert_text_encoder_keys(model, tensors, prefix, conversion.patterns)
-        else:
-            tensors = {_rename_start(name, conversion.renames, prefix): tensor for name, tensor in tensors.items()}
-            converted = _convert_keys(model, tensors, prefix, conversion)
+        converted = convert_weights(model, weights, prefix, conversion)
         missing = load_tensors(model, converted, dtype, device)
     except KeyError as error:
         missing = [str(error.args[0])]
@@ -71,16 +90,35 @@ def load_single_file_component(
     return model
 
 
+def convert_weights(
+    model: Any, weights: Mapping[str, Tensor | StoredWeight], prefix: str, conversion: KeyConversion
+) -> Mapping[str, Tensor | StoredWeight]:
+    """Convert keys; weights stay as they are stored unless the conversion does more than to move rows."""
+    rows = RowNumbers(weights)
+    if not rows.is_empty:
+        try:
+            return rows.restore(_convert(model, rows.stand_ins, prefix, conversion))
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            logger.info("its stored weights are dequantized before their keys are converted: %s", error)
+    return _convert(model, dequantize_all(weights), prefix, conversion)
+
+
+def _convert(model: Any, tensors: Mapping[str, Tensor], prefix: str, conversion: KeyConversion) -> Mapping[str, Tensor]:
+    if type(model).__module__.startswith("transformers."):
+        return _convert_text_encoder_keys(model, tensors, prefix, conversion)
+    renamed = {_rename_start(name, conversion.renames, prefix): tensor for name, tensor in tensors.items()}
+    return _convert_keys(model, renamed, prefix, conversion)
+
+
 def _rename_start(name: str, renames: Mapping[str, str], prefix: str) -> str:
     bare = name.removeprefix(prefix)
     start = next((old for old in renames if bare.startswith(old)), None)
     return name if start is None else f"{name[: len(name) - len(bare)]}{renames[start]}{bare[len(start) :]}"
 
 
-def _read_tensors(path: str, prefixes: Sequence[str]) -> tuple[str, dict[str, Tensor]]:
-    with open_checkpoint(Path(path)) as file:
-        prefix, names = select_component_keys(file.keys(), prefixes)
-        return prefix, {name: file.get_tensor(name) for name in names}
+def _read_weights(path: str, prefixes: Sequence[str]) -> tuple[str, dict[str, Tensor | StoredWeight]]:
+    weights = read_weights(Path(path), lambda keys: select_component_keys(keys, prefixes)[1])
+    return select_component_keys(weights, prefixes)[0], weights
 
 
 def select_component_keys(keys: Iterable[str], prefixes: Sequence[str]) -> tuple[str, list[str]]:
@@ -91,7 +129,7 @@ def select_component_keys(keys: Iterable[str], prefixes: Sequence[str]) -> tuple
 
 
 def _convert_keys(
-    model: Any, tensors: dict[str, Tensor], prefix: str, conversion: KeyConversion
+    model: Any, tensors: Mapping[str, Tensor], prefix: str, conversion: KeyConversion
 ) -> Mapping[str, Tensor]:
     """Convert original keys by the layout, or with diffusers' mapping, which requires the prefix of UNets."""
     from diffusers.loaders import single_file_model
@@ -162,7 +200,7 @@ def _convert_by_layout(
 
 
 def _convert_text_encoder_keys(
-    model: Any, tensors: dict[str, Tensor], prefix: str, patterns: Mapping[str, str]
+    model: Any, tensors: Mapping[str, Tensor], prefix: str, conversion: KeyConversion
 ) -> Mapping[str, Tensor]:
     """Convert to the keys of the installed transformers, which differ between versions."""
     from diffusers.loaders import single_file_utils
@@ -172,15 +210,28 @@ def _convert_text_encoder_keys(
         convert: Any = single_file_utils.convert_open_clip_checkpoint
         tensors = convert(model, tensors, prefix="")
     known = model.state_dict()
-    if patterns and not known.keys() & tensors.keys():
-        return _convert_by_patterns(model, tensors, patterns)
+    if conversion.patterns and not known.keys() & tensors.keys():
+        return _convert_by_patterns(model, tensors, conversion.patterns)
     own_keys = {_strip_wrapper_modules(name): name for name in known}
     converted = {own_keys.get(_strip_wrapper_modules(name), name): tensor for name, tensor in tensors.items()}
+    return converted | _fill_unused_weights(known, converted, needs_vision=conversion.needs_vision)
+
+
+def _fill_unused_weights(
+    known: Mapping[str, Tensor], converted: Mapping[str, Tensor], *, needs_vision: bool
+) -> dict[str, Tensor]:
+    """Fill weights that files lack and nothing reads; only hidden states of texts are used."""
+    filled = {}
     if "text_projection.weight" in known and "text_projection.weight" not in converted:  # SD3 checkpoints lack it
-        converted["text_projection.weight"] = torch.eye(len(known["text_projection.weight"]))
-    if "lm_head.weight" in known and "lm_head.weight" not in converted:  # unused: only hidden states are
-        converted["lm_head.weight"] = torch.zeros(1).expand(known["lm_head.weight"].shape)
-    return converted
+        filled["text_projection.weight"] = torch.eye(len(known["text_projection.weight"]))
+    unused = [name for name in known if name == "lm_head.weight"]
+    vision = [name for name in known if ".visual." in f".{name}" or ".vision_tower." in f".{name}"]
+    if vision and not converted.keys() & {*vision}:
+        if needs_vision:
+            text = "the file has no vision part (mmproj), and this model's text encoder reads the control images"
+            raise ValueError(f"{text}; use its .safetensors file")
+        unused += [name for name in known if name in vision or ".multi_modal_projector." in f".{name}"]
+    return filled | {name: torch.zeros(1).expand(known[name].shape) for name in unused if name not in converted}
 
 
 def _strip_wrapper_modules(name: str) -> str:

@@ -1,6 +1,7 @@
 """Tokenizers for models that contain none: single-file checkpoints, and models with random weights."""
 
 import json
+import re
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
+    AutoTokenizer,
     ByT5Tokenizer,
     LlamaTokenizer,
     PreTrainedTokenizerFast,
@@ -16,7 +18,7 @@ from transformers import (
     Qwen2VLImageProcessorPil,
     Qwen2VLProcessor,
 )
-from transformers.utils import cached_file
+from transformers.utils import cached_file, is_torchvision_available
 
 from ..registry import copy_class_name
 
@@ -59,6 +61,8 @@ def load_pretrained_tokenizer(tokenizer_class: Any, path_or_id: str, subfolder: 
     if tokenizer_class is LlamaTokenizer and _has_byte_level_file(path_or_id, subfolder, options):
         # transformers 5 makes a tokenizer of Llama 2 of each file, also of Llama 3's, whose tokens are of bytes.
         tokenizer_class = PreTrainedTokenizerFast
+    if tokenizer_class.__name__ == "PixtralProcessor" and not is_torchvision_available():
+        tokenizer_class = AutoTokenizer
     missing = OSError("it has no vocabulary (vocab.json and merges.txt, tokenizer.json, or tokenizer.model)")
     try:
         tokenizer = tokenizer_class.from_pretrained(path_or_id, subfolder=subfolder, **options)
@@ -96,7 +100,8 @@ def load_cached_tokenizer(
         return tokenizer_class()  # of bytes: it has no files
     options = {name: config[name] for name in ("pad_token", "model_max_length") if name in config}
     repository, _, subfolder = repo_id.partition(":")
-    name = repository.replace("/", "_")
+    number = re.search(r"_\d+$", subfolder)  # one of several tokenizers of a repository
+    name = repository.replace("/", "_") + (number[0] if number else "")
     cached = Path(cache_dir).expanduser() / name if cache_dir else None
     if cached is not None and cached.is_dir():
         return load_pretrained_tokenizer(tokenizer_class, str(cached), **options)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
 from ..randomness import Purpose, derive_generator, derive_seed
+from .stored_weights import StoredWeight
 
 _NOISE_LENGTH = 4_194_301
 """Length of the block: a prime, so that no two rows of a matrix begin at the same offset."""
@@ -34,9 +35,11 @@ def build_empty_model(model_class: Any, config: Mapping[str, Any]) -> Any:
 
 
 def load_tensors(
-    model: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device | None
+    model: Any, tensors: Mapping[str, Tensor | StoredWeight], dtype: torch.dtype, device: torch.device | None
 ) -> list[str]:
     """Load tensors into an empty model and return the names of missing weights; unexpected tensors are ignored.
+
+    Weights that are stored quantized are dequantized.
 
     Modules that diffusers keeps in float32 when it loads a folder are so here, too; ``from_single_file`` does that for
     float16 only.
@@ -44,8 +47,8 @@ def load_tensors(
     own = model.state_dict()
     kept = set(getattr(model, "_keep_in_fp32_modules", None) or ()) if isinstance(model, ModelMixin) else set()
 
-    def choose_dtype(name: str, tensor: Tensor) -> torch.dtype:
-        if not tensor.is_floating_point():
+    def choose_dtype(name: str, tensor: Tensor | StoredWeight) -> torch.dtype:
+        if isinstance(tensor, Tensor) and not tensor.is_floating_point():
             return tensor.dtype
         return torch.float32 if kept & {*name.split(".")} else dtype
 

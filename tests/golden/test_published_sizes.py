@@ -16,8 +16,8 @@ from library.adapters.kohya_diffusers_comfyui_keys import convert_from_file_form
 from library.adapters.original_module_names import CLIP_KEYS, LDM_KEYS
 from library.config.schema import AdapterConfig
 from library.models import single_file
+from library.models.checkpoint_header import CheckpointHeader
 from library.models.checkpoint_inspection import (
-    SafetensorsHeader,
     find_component_names,
     has_denoiser,
     match_bundled_config,
@@ -269,34 +269,6 @@ def test_sd2_has_the_modules_of_sd1_and_its_projections_are_linear():
     assert len(text) == 23 * 6 * 3
 
 
-TRANSFORMERS = {
-    "sd3": original_checkpoints.convert_sd3_transformer,
-    "flux": original_checkpoints.convert_flux_transformer,
-    "chroma": original_checkpoints.convert_chroma_transformer,
-    "flux2_dev": original_checkpoints.convert_flux2_transformer,
-    "flux2_klein": original_checkpoints.convert_flux2_transformer,
-    "z_image": original_checkpoints.convert_z_image_transformer,
-    "qwen_image": nn.Module.state_dict,
-    "aura_flow": original_checkpoints.convert_aura_flow_transformer,
-    "ovis_image": original_checkpoints.convert_ovis_image_transformer,
-    "longcat_image": original_checkpoints.convert_longcat_image_transformer,
-    "ernie_image": nn.Module.state_dict,
-    "lumina2": original_checkpoints.convert_lumina2_transformer,
-    "krea2": original_checkpoints.convert_krea2_transformer,
-    "sana": nn.Module.state_dict,
-    "cogview4": nn.Module.state_dict,
-    "anima": original_checkpoints.convert_anima_transformer,
-    "flux3": original_checkpoints.convert_flux3_transformer,
-    "hunyuan_image": original_checkpoints.convert_hunyuan_image_transformer,
-    "hunyuan_video": original_checkpoints.convert_hunyuan_video_transformer,
-    "qwen_image21": original_checkpoints.convert_qwen_image21_transformer,
-    "pixart_sigma": original_checkpoints.convert_pixart_transformer,
-    "hidream": nn.Module.state_dict,
-    "kandinsky5_image": nn.Module.state_dict,
-    **dict.fromkeys(("wan", "wan_i2v", "wan_flf2v"), original_checkpoints.convert_wan_transformer),
-}
-
-
 def get_family_name(config: str) -> str | None:
     """The family with the longest name that fits: flux_kontext is none of flux."""
     names = [name for name in FAMILY_FACTS if config == name or config.startswith(f"{name}_")]
@@ -309,17 +281,21 @@ SAME_SIZES = ("z_image_base", "krea2_turbo", "pixart_sigma_512", "pixart_sigma_2
 
 @pytest.mark.parametrize(
     "config",
-    [name for name in list_bundled_configs() if get_family_name(name) in TRANSFORMERS and name not in SAME_SIZES],
+    [
+        name
+        for name in list_bundled_configs()
+        if get_family_name(name) in original_checkpoints.TRANSFORMERS and name not in SAME_SIZES
+    ],
 )
 def test_files_of_published_size_are_detected_with_original_and_diffusers_keys(config):
     family = get_family_name(config)
     model = build_component_on_meta(config, "transformer")
     for prefix, tensors in (
-        ("", TRANSFORMERS[family](model)),
-        ("model.diffusion_model.", TRANSFORMERS[family](model)),
+        ("", original_checkpoints.TRANSFORMERS[family](model)),
+        ("model.diffusion_model.", original_checkpoints.TRANSFORMERS[family](model)),
         ("", model.state_dict()),
     ):
-        header = SafetensorsHeader({prefix + name: tuple(tensor.shape) for name, tensor in tensors.items()}, {})
+        header = CheckpointHeader({prefix + name: tuple(tensor.shape) for name, tensor in tensors.items()}, {})
         reject_unsupported_file(header)
         reject_unsupported_model(header, FAMILY_FACTS.values())
         candidates = {
@@ -348,7 +324,7 @@ def test_original_weights_of_published_size_are_converted_to_those_of_diffusers(
     family = get_family_name(config)
     model = build_component_on_meta(config, "transformer")
     conversion = single_file.build_key_conversion(FAMILY_FACTS[family], "transformer", model.config)
-    originals = TRANSFORMERS[family](model)
+    originals = original_checkpoints.TRANSFORMERS[family](model)
     originals = {single_file._rename_start(key, conversion.renames, ""): each for key, each in originals.items()}
     renamed = single_file._convert_keys(model, originals, "", conversion)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
@@ -379,7 +355,7 @@ def test_a_single_file_of_published_size_has_every_weight(config, part, original
     model = build_component_on_meta(config, part)
     tensors = {name: tensor.to("meta") for name, tensor in ORIGINAL[original](model).items()}
     if part.startswith("text"):
-        actual = single_file._convert_text_encoder_keys(model, tensors, "", {})
+        actual = single_file._convert_text_encoder_keys(model, tensors, "", single_file.KeyConversion())
     else:
         actual = single_file._convert_keys(model, tensors, "", single_file.KeyConversion())
     state_dict = model.state_dict()
@@ -396,7 +372,7 @@ def test_the_file_of_qwen_image_edit_2511_is_told_from_qwen_image_by_its_mark():
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
     def match(shapes):
-        header = SafetensorsHeader(shapes, {})
+        header = CheckpointHeader(shapes, {})
         return {name: match_bundled_config(header, name, FAMILY_FACTS[name]) for name in names}
 
     assert match(shapes) == {name: name for name in names}

@@ -128,6 +128,7 @@ def convert_sd3_transformer(model: nn.Module) -> dict[str, Tensor]:
 
 
 def convert_flux_transformer(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The last modulation is shift and scale, but scale and shift in diffusers."""
     state, tensors = model.state_dict() if isinstance(model, nn.Module) else model, {}
     linear = [
         name.removesuffix(".weight")
@@ -149,6 +150,8 @@ def convert_flux_transformer(model: nn.Module | Mapping[str, Tensor]) -> dict[st
             end = ends[part].replace("img_attn.", "") if kind.startswith("single") else ends[part]
             blocks = "single_blocks" if kind.startswith("single") else "double_blocks"
             tensors[f"{blocks}.{number}.{end}.scale"] = tensor
+    for name in [name for name in tensors if name.startswith("final_layer.adaLN_modulation.1.")]:
+        tensors[name] = torch.cat(tensors[name].chunk(2)[::-1])
     return tensors
 
 
@@ -231,12 +234,7 @@ def convert_longcat_image_transformer(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _convert_flux_like(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The last modulation is shift and scale, but scale and shift in diffusers."""
-    tensors = convert_flux_transformer({name.replace("time_embed.", "time_text_embed."): state[name] for name in state})
-    for end in ("weight", "bias"):
-        name = f"final_layer.adaLN_modulation.1.{end}"
-        tensors[name] = torch.cat(tensors[name].chunk(2)[::-1])
-    return tensors
+    return convert_flux_transformer({name.replace("time_embed.", "time_text_embed."): state[name] for name in state})
 
 
 def convert_z_image_transformer(model: nn.Module) -> dict[str, Tensor]:
@@ -623,6 +621,35 @@ def convert_umt5(encoder: nn.Module) -> dict[str, Tensor]:
     tensors = {_apply_replacements(name, _UMT5): tensor for name, tensor in encoder.state_dict().items()}
     tensors.pop("encoder.embed_tokens.weight")
     return tensors
+
+
+TRANSFORMERS = {
+    "sd3": convert_sd3_transformer,
+    "flux": convert_flux_transformer,
+    "chroma": convert_chroma_transformer,
+    "flux2_dev": convert_flux2_transformer,
+    "flux2_klein": convert_flux2_transformer,
+    "z_image": convert_z_image_transformer,
+    "qwen_image": nn.Module.state_dict,
+    "aura_flow": convert_aura_flow_transformer,
+    "ovis_image": convert_ovis_image_transformer,
+    "longcat_image": convert_longcat_image_transformer,
+    "ernie_image": nn.Module.state_dict,
+    "lumina2": convert_lumina2_transformer,
+    "krea2": convert_krea2_transformer,
+    "sana": nn.Module.state_dict,
+    "cogview4": nn.Module.state_dict,
+    "anima": convert_anima_transformer,
+    "flux3": convert_flux3_transformer,
+    "hunyuan_image": convert_hunyuan_image_transformer,
+    "qwen_image21": convert_qwen_image21_transformer,
+    "pixart_sigma": convert_pixart_transformer,
+    "hidream": nn.Module.state_dict,
+    "kandinsky5_image": nn.Module.state_dict,
+    "hunyuan_video": convert_hunyuan_video_transformer,
+    **dict.fromkeys(("wan", "wan_i2v", "wan_flf2v"), convert_wan_transformer),
+}
+"""How to write the denoiser of each family with the names of its published file."""
 
 
 def build_flow_checkpoint(family: str, pipe: Any) -> dict[str, Tensor]:

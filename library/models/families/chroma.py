@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
+from ...adapters.original_module_names import OriginalModule
 from ...config.network_args import NetworkFacts
 from ...registry import copy_class_name
 from ..base import BaseModelInfo, Family
@@ -34,7 +35,7 @@ from ..shared_facts import (
 )
 from ..training_noise import LOGIT_NORMAL, PARABOLA, NoiseLevels, TrainingNoiseFacts
 from .flux import FACTS as FLUX_FACTS
-from .flux import FLUX_KEYS
+from .flux import FLUX_KEYS, build_single_file_layout
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -48,6 +49,16 @@ def _match_chroma(read: ConfigReader) -> FamilyMatch:
     depth = f"{config.get('num_layers', 19)} double and {config.get('num_single_layers', 38)} single blocks"
     return match_flow_model(read, 4, f"the transformer has {depth}")
 
+
+_APPROXIMATOR = tuple(
+    OriginalModule(f"distilled_guidance_layer.{name}", (f"distilled_guidance_layer.{module}",))
+    for name, module in (
+        *((name, name) for name in ("in_proj", "out_proj")),
+        *((f"norms.{number}", f"norms.{number}") for number in range(5)),
+        *((f"layers.{number}.in_layer", f"layers.{number}.linear_1") for number in range(5)),
+        *((f"layers.{number}.out_layer", f"layers.{number}.linear_2") for number in range(5)),
+    )
+)
 
 FACTS = FamilyFacts(
     title="Chroma",
@@ -86,6 +97,7 @@ FACTS = FamilyFacts(
     ),
     single_files=SingleFileFacts(
         prefixes={"transformer": DENOISER_PREFIXES, "vae": ("vae.",), "text_encoder": T5_PREFIXES},
+        layout=build_single_file_layout("time_text_embed.timestep_embedder", *_APPROXIMATOR),
     ),
     lora=FamilyLora(
         # Every linear layer of the double and single blocks; another proj_out lies outside of them.

@@ -174,6 +174,7 @@ FACTS = FamilyFacts(
             "text_encoder": CLIP_L_PREFIXES,
             "text_encoder_2": T5_PREFIXES,
         },
+        layout=build_single_file_layout("time_text_embed.timestep_embedder"),
     ),
     lora=FamilyLora(
         # Every linear layer of the double and single blocks; another proj_out lies outside of them.

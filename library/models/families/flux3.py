@@ -108,6 +108,8 @@ FACTS = FamilyFacts(
             "vae": ("vae.",),
             "text_encoder": ("text_encoders.qwen3vl_4b.transformer.",),
         },
+        classes={"vae": "AutoencoderKL"},
+        renames={"encoder.quant_conv.": "quant_conv.", "decoder.post_quant_conv.": "post_quant_conv."},
     ),
     lora=FamilyLora(
         # Every linear layer of the blocks; the modulation is outside of them.

@@ -70,6 +70,31 @@ _LAYOUT: tuple[OriginalModule, ...] = (
     OriginalModule("final_layer.linear", ("norm_out.linear_2",)),
 )
 
+FILE_LAYOUT = (
+    *_LAYOUT,
+    *(
+        OriginalModule(f"{blocks}.{{}}.{name}", (f"{blocks}.{{}}.{part}",))
+        for blocks in _BLOCKS
+        for name, part in (
+            ("attention.q_norm", "attn.norm_q"),
+            ("attention.k_norm", "attn.norm_k"),
+            ("attention_norm1", "norm1" if blocks == "context_refiner" else "norm1.norm"),
+            ("attention_norm2", "norm2"),
+            *((name, name) for name in ("ffn_norm1", "ffn_norm2")),
+        )
+    ),
+    *(
+        OriginalModule(name, (f"time_caption_embed.{part}",))
+        for name, part in (
+            *((f"cap_embedder.{number}", f"caption_embedder.{number}") for number in (0, 1)),
+            ("t_embedder.mlp.0", "timestep_embedder.linear_1"),
+            ("t_embedder.mlp.2", "timestep_embedder.linear_2"),
+        )
+    ),
+    OriginalModule("x_embedder", ("x_embedder",)),
+)
+"""The modules in a single file, norms included."""
+
 LUMINA2_KEYS = KeyStyle(
     "lumina2",
     _LAYOUT,
@@ -117,6 +142,7 @@ FACTS = FamilyFacts(
             "vae": ("vae.", "first_stage_model."),
             "text_encoder": GEMMA2_PREFIXES,
         },
+        layout=FILE_LAYOUT,
     ),
     lora=FamilyLora(
         # The linear layers of all blocks, refiners and modulation included, and of the final layer.

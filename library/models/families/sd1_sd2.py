@@ -167,7 +167,7 @@ SD2_FACTS = replace(
     ),
     lora=replace(SD1_FACTS.lora, modelspec_architecture="stable-diffusion-v2"),
     text=replace(SD1_FACTS.text, tokenizer_repo_ids={"tokenizer": "stabilityai/stable-diffusion-2:tokenizer"}),
-    options=replace(SD1_FACTS.options, components={"vae": "vae"}, is_version_2=True),
+    options=replace(SD1_FACTS.options, components={"vae": "vae", "text_encoder": "text_encoder"}, is_version_2=True),
 )
 
 

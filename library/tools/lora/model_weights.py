@@ -17,10 +17,11 @@ from ...adapters.validate_file import list_layer_shapes
 from ...config.schema import ModelConfig
 from ...errors import ConfigError, FileError, UserError
 from ...models.base import BaseModelInfo, Family
+from ...models.checkpoint_header import read_checkpoint_header
 from ...models.checkpoint_inspection import (
     has_denoiser,
+    list_denoiser_formats,
     match_bundled_config,
-    read_safetensors_header,
     reject_unsupported_file,
     reject_unsupported_model,
 )
@@ -138,6 +139,9 @@ def locate_model_weights(text: str) -> ModelFiles:
         fix = "give the model in one file, or as a diffusers folder"
         raise UserError(report_file(path, f"is one of the {len(shards)} files of a model", fix))
     detected = _detect_model(path)
+    if detected.stored_formats:
+        text = f"is stored quantized ({', '.join(detected.stored_formats)}), and the result would have to be as well"
+        raise UserError(report_file(path, text, "give the model in bf16, fp16 or fp32"))
     family = FAMILIES.get(detected.family)
     if family.facts.pipeline.experts is not None:
         fix = "load the LoRA files of both beside the model, in diffusers or ComfyUI"
@@ -207,7 +211,7 @@ def _detect_model(path: Path) -> DetectedModel:
 def _detect_denoiser(path: Path) -> DetectedModel | None:
     """The model of a single file that has a denoiser and nothing else that is needed for training."""
     try:
-        header = read_safetensors_header(path)
+        header = read_checkpoint_header(path)
         reject_unsupported_file(header)
         reject_unsupported_model(header, FAMILY_FACTS.values())
     except ModelError:
@@ -215,7 +219,10 @@ def _detect_denoiser(path: Path) -> DetectedModel | None:
     for family, facts in FAMILY_FACTS.items():
         config = match_bundled_config(header, family, facts) if has_denoiser(header, facts) else None
         if config is not None:
-            return DetectedModel(family, "", 1, source_type="file", path_or_id=str(path), bundled_config=config)
+            formats = list_denoiser_formats(header, facts)
+            return DetectedModel(
+                family, "", 1, source_type="file", path_or_id=str(path), bundled_config=config, stored_formats=formats
+            )
     return None
 
 

@@ -1,0 +1,70 @@
+"""The names of text encoders in GGUF files, as llama.cpp writes them, and what they are in transformers; no torch.
+
+Image models keep the names of their original code there, and need no table.
+"""
+
+import re
+from collections.abc import Mapping
+
+_LLAMA: tuple[tuple[str, str], ...] = (
+    (r"^token_embd\.", "model.embed_tokens."),
+    (r"^output_norm\.", "model.norm."),
+    (r"^output\.", "lm_head."),
+    (r"^blk\.(\d+)\.attn_([qkv])\.", r"model.layers.\1.self_attn.\2_proj."),
+    (r"^blk\.(\d+)\.attn_output\.", r"model.layers.\1.self_attn.o_proj."),
+    (r"^blk\.(\d+)\.attn_([qk])_norm\.", r"model.layers.\1.self_attn.\2_norm."),
+    (r"^blk\.(\d+)\.attn_norm\.", r"model.layers.\1.input_layernorm."),
+    (r"^blk\.(\d+)\.ffn_(gate|up|down)\.", r"model.layers.\1.mlp.\2_proj."),
+    (r"^blk\.(\d+)\.ffn_norm\.", r"model.layers.\1.post_attention_layernorm."),
+)
+_GEMMA2: tuple[tuple[str, str], ...] = (
+    (r"^blk\.(\d+)\.ffn_norm\.", r"model.layers.\1.pre_feedforward_layernorm."),
+    (r"^blk\.(\d+)\.post_attention_norm\.", r"model.layers.\1.post_attention_layernorm."),
+    (r"^blk\.(\d+)\.post_ffw_norm\.", r"model.layers.\1.post_feedforward_layernorm."),
+    *_LLAMA,
+)
+_T5: tuple[tuple[str, str], ...] = (
+    (r"^token_embd\.", "shared."),
+    (r"^enc\.output_norm\.", "encoder.final_layer_norm."),
+    (r"^enc\.blk\.(\d+)\.attn_([qkvo])\.", r"encoder.block.\1.layer.0.SelfAttention.\2."),
+    (
+        r"^enc\.blk\.(\d+)\.attn_rel_b\.",
+        r"encoder.block.\1.layer.0.SelfAttention.relative_attention_bias.",
+    ),
+    (r"^enc\.blk\.(\d+)\.attn_norm\.", r"encoder.block.\1.layer.0.layer_norm."),
+    (r"^enc\.blk\.(\d+)\.ffn_gate\.", r"encoder.block.\1.layer.1.DenseReluDense.wi_0."),
+    (r"^enc\.blk\.(\d+)\.ffn_up\.", r"encoder.block.\1.layer.1.DenseReluDense.wi_1."),
+    (r"^enc\.blk\.(\d+)\.ffn_down\.", r"encoder.block.\1.layer.1.DenseReluDense.wo."),
+    (r"^enc\.blk\.(\d+)\.ffn_norm\.", r"encoder.block.\1.layer.1.layer_norm."),
+)
+TEXT_NAMES: Mapping[str, tuple[tuple[str, str], ...]] = {
+    **dict.fromkeys(("qwen2", "qwen2vl", "qwen3", "qwen3vl", "llama", "mistral", "mistral3"), _LLAMA),
+    "gemma2": _GEMMA2,
+    **dict.fromkeys(("t5", "t5encoder"), _T5),
+}
+"""The patterns of names by ``general.architecture``; the first that matches is applied."""
+
+INTERLEAVED_ARCHITECTURES = ("llama", "mistral3")
+"""Architectures whose queries and keys have the two halves of each head interleaved, and have to be taken apart."""
+_INTERLEAVED = re.compile(r"^blk\.\d+\.attn_(q|k)\.(weight|bias)$")
+_SHIFTED = re.compile(r"norm\.weight$")
+
+
+def rename_tensor(name: str, architecture: str) -> str:
+    """Return the name in transformers of a tensor of a text encoder; all others keep theirs."""
+    for pattern, new in TEXT_NAMES.get(architecture, ()):
+        if re.match(pattern, name):
+            return re.sub(pattern, new, name)
+    return name
+
+
+def find_head_count_key(name: str, architecture: str) -> str | None:
+    """The metadata key with the number of heads whose halves are interleaved in this tensor, or None."""
+    if architecture not in INTERLEAVED_ARCHITECTURES or (match := _INTERLEAVED.match(name)) is None:
+        return None
+    return f"{architecture}.attention.head_count" + ("_kv" if match[1] == "k" else "")
+
+
+def has_added_one(name: str, architecture: str) -> bool:
+    """Whether llama.cpp added 1 to this weight, as its norms have no offset."""
+    return architecture == "gemma2" and _SHIFTED.search(name) is not None

@@ -1,0 +1,117 @@
+"""Tell from the names and types of a checkpoint's tensors which weights are stored quantized, and how; no torch.
+
+Each format keeps the numbers that its values are multiplied with in tensors beside the weight:
+
+- scaled fp8 of ComfyUI, musubi-tuner and others: ``X.weight`` in float8 with ``X.scale_weight`` or ``X.weight_scale``
+  (of the whole weight, of each row, or of blocks of a row), a marker ``scaled_fp8`` or ``X.comfy_quant``, and
+  ``X.scale_input`` or ``X.input_scale``, which only inference in fp8 uses;
+- fp8 without scales;
+- int8 with ``X.weight_scale``, or with bitsandbytes' ``X.SCB``;
+- bitsandbytes' nf4 and fp4: ``X.weight.absmax``, ``.quant_map``, ``.quant_state.bitsandbytes__nf4``, and for absmax
+  that is quantized itself ``.nested_absmax`` and ``.nested_quant_map``.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from .model_configs import ModelError
+
+FP8_TYPES = ("F8_E4M3", "F8_E5M2")
+SCALE_ENDS = ("scale_weight", "weight_scale", "weight_scale_inv", "SCB")
+"""The ends of the names of a scale, in place of ``weight``."""
+OTHER_ENDS = ("scale_input", "input_scale", "comfy_quant", "weight_format", "weight_scale_2")
+STATE_PATTERN = re.compile(r"(?P<weight>.*)\.quant_state\.bitsandbytes__(?P<name>nf4|fp4)")
+STATE_ENDS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+MARKER = "scaled_fp8"
+"""The name of a tensor that only says that a file is scaled fp8, with or without prefix."""
+READ_QUANTS = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise")
+"""The formats of ``comfy_quant`` that are read."""
+
+OTHER_FILES = "use a file of this model in bf16, fp16, fp8 or GGUF"
+
+
+@dataclass(frozen=True)
+class StoredFormat:
+    """How one quantized weight is stored."""
+
+    name: str
+    """``fp8``, ``int8``, ``nf4``, ``fp4``, or a type of GGUF: ``Q4_K``."""
+    shape: tuple[int, ...]
+    """The shape of the weight, which that of its tensor may not be."""
+    scale: str | None = None
+    """The key of its scale."""
+    state: str | None = None
+    """The key of bitsandbytes' description of it."""
+
+
+def find_stored_formats(
+    shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str], read_bytes: Callable[[str], bytes]
+) -> dict[str, StoredFormat]:
+    """Find the quantized weights of a safetensors file; ``read_bytes`` reads a small tensor of it.
+
+    Formats that are not read raise ``ModelError``.
+    """
+    _reject_unread_formats(shapes, read_bytes)
+    formats = {}
+    for state in shapes:
+        if match := STATE_PATTERN.fullmatch(state):
+            shape = tuple(_read_state(state, read_bytes)["shape"])
+            formats[match["weight"]] = StoredFormat(match["name"], shape, state=state)
+    for key, shape in shapes.items():
+        if key in formats or not key.endswith("weight") or len(shape) < 2:
+            continue
+        base = key.removesuffix("weight")
+        scale = next((base + end for end in SCALE_ENDS if base + end in shapes), None)
+        if dtypes[key] in FP8_TYPES:
+            formats[key] = StoredFormat("fp8", shape, scale)
+        elif dtypes[key] == "I8" and scale is not None:
+            formats[key] = StoredFormat("int8", shape, scale)
+    return formats
+
+
+def list_side_tensors(keys: Iterable[str]) -> set[str]:
+    """List the tensors that belong to a quantized weight, and are none of the model."""
+    keys = set(keys)
+    found = {key for key in keys if key.rpartition(".")[2] == MARKER}
+    for key in keys:
+        base, _, end = key.rpartition(".")
+        if end in (*SCALE_ENDS, *OTHER_ENDS) and f"{base}.weight" in keys:
+            found.add(key)
+        elif (end in STATE_ENDS and base in keys) or (
+            (match := STATE_PATTERN.fullmatch(key)) and match["weight"] in keys
+        ):
+            found.add(key)
+    return found
+
+
+def parse_state(data: bytes) -> dict[str, object]:
+    """Parse bitsandbytes' description of a weight: its shape, blocks, and what its scales are quantized with."""
+    state: dict[str, object] = json.loads(data)
+    return state
+
+
+def _read_state(key: str, read_bytes: Callable[[str], bytes]) -> dict[str, list[int]]:
+    try:
+        state: dict[str, list[int]] = json.loads(read_bytes(key))
+        state["shape"]
+    except (ValueError, KeyError, TypeError):
+        raise ModelError(f"is damaged: {key} does not describe its weight; download or copy the file again") from None
+    return state
+
+
+def _reject_unread_formats(shapes: Mapping[str, tuple[int, ...]], read_bytes: Callable[[str], bytes]) -> None:
+    """A quantized file may have thousands of marks, of which all but a few are equal: those of one length."""
+    read = set[int]()
+    for key, shape in shapes.items():
+        if key.endswith(".comfy_quant") and shape and shape[0] not in read:
+            read.add(shape[0])
+            try:
+                name = str(json.loads(read_bytes(key)).get("format"))
+            except (ValueError, AttributeError):
+                name = "unknown"
+            if name not in READ_QUANTS:
+                raise ModelError(f"has weights in {name} (comfy_quant), which is not read; {OTHER_FILES}")
+        if key.endswith(".weight_scale_2"):
+            raise ModelError(f"has weights in NVFP4 (weight_scale_2), which is not read; {OTHER_FILES}")

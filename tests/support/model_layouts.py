@@ -1,0 +1,182 @@
+"""Write tiny models in the layouts in which people have them: ComfyUI's separate files, and quantized ones."""
+
+import copy
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import original_checkpoints
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from library.config.schema import ModelConfig
+from library.models.families import FAMILY_FACTS
+from library.models.model_configs import is_tokenizer
+from library.parallel.quantize import QuantizedWeight
+
+_VAES = {
+    "AutoencoderKL": original_checkpoints.convert_vae_to_ldm,
+    "AutoencoderKLQwenImage": original_checkpoints.convert_wan_vae,
+    "AutoencoderKLWan": original_checkpoints.convert_wan_vae,
+    "AutoencoderKLHunyuanImage": original_checkpoints.convert_hunyuan_image_vae,
+    "AutoencoderKLQwenImage21": original_checkpoints.convert_qwen_image21_vae,
+}
+"""How to write each class of VAE with the names of published files; others have those of diffusers."""
+
+MARKS = {"qwen_image_edit_plus_2511": "__index_timestep_zero__"}
+
+
+def convert_vae(vae: nn.Module) -> dict[str, Tensor]:
+    """Convert a VAE to the names of its published file."""
+    name = type(vae).__name__
+    if name == "AutoencoderKLFlux2":
+        tensors = original_checkpoints.convert_vae_to_ldm(vae)
+        starts = {"quant_conv.": "encoder.quant_conv.", "post_quant_conv.": "decoder.post_quant_conv."}
+        return {
+            next((new + key.removeprefix(old) for old, new in starts.items() if key.startswith(old)), key): tensor
+            for key, tensor in tensors.items()
+        }
+    return _VAES.get(name, nn.Module.state_dict)(vae)
+
+
+def convert_denoiser(family: str, pipe: Any) -> dict[str, Tensor]:
+    """Convert the denoiser to the names of its published file, without prefix."""
+    if family == "anima":
+        return original_checkpoints.build_anima_files(pipe)["transformer"]
+    if hasattr(pipe, "unet"):
+        is_ldm = family in ("sd1", "sd2", "sdxl")
+        return original_checkpoints.convert_unet_to_ldm(pipe.unet) if is_ldm else pipe.unet.state_dict()
+    base = {"flux_kontext": "flux", "longcat_image_edit": "longcat_image"}.get(family, family)
+    base = "qwen_image" if family.startswith("qwen_image_edit") else base
+    return original_checkpoints.TRANSFORMERS.get(base, nn.Module.state_dict)(pipe.transformer)
+
+
+def build_files(family: str, pipe: Any) -> dict[str, dict[str, Tensor]]:
+    """Build the tensors of each component's own file, as ComfyUI has them."""
+    facts = FAMILY_FACTS[family]
+    files = {facts.denoiser_name: convert_denoiser(family, pipe), "vae": convert_vae(pipe.vae)}
+    for name in facts.text.components:
+        if not is_tokenizer(name) and name != "text_conditioner":
+            files[name] = original_checkpoints.convert_text_encoder(getattr(pipe, name))
+    return files
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> str:
+    """Save tensors that may share memory."""
+    save_file({key: tensor.clone().contiguous() for key, tensor in tensors.items()}, path, metadata)
+    return str(path)
+
+
+def save_tokenizers(family: str, pipe: Any, folder: Path) -> str:
+    """Save the tokenizers of a model as ``tokenizer_cache_dir`` has them."""
+    for part, hub_id in FAMILY_FACTS[family].text.tokenizer_repo_ids.items():
+        tokenizer = copy.deepcopy(getattr(pipe, part))
+        if "CLIP" in type(tokenizer).__name__:
+            tokenizer.pad_token = tokenizer.eos_token  # as in published tokenizers, not by the model
+        is_one_of_several = hub_id.endswith((":tokenizer_2", ":tokenizer_3"))
+        number = part.removeprefix("tokenizer") if is_one_of_several else ""
+        tokenizer.save_pretrained(folder / (hub_id.partition(":")[0].replace("/", "_") + number))
+    return str(folder)
+
+
+def build_options(family: str, paths: Mapping[str, str], tokenizers: str, **others: Any) -> ModelConfig:
+    """Build the options for a model in separate files."""
+    facts = FAMILY_FACTS[family]
+    options = {component: option for option, component in facts.options.components.items()}
+    components = {options[name]: path for name, path in paths.items() if name != facts.denoiser_name}
+    named = {"family": family} if facts.pipeline.kind == "edit" or family == "skyreels_v2" else {}
+    return ModelConfig(paths[facts.denoiser_name], tokenizer_cache_dir=tokenizers, **components, **named, **others)
+
+
+def write_separate_files(family: str, pipe: Any, folder: Path, **others: Any) -> ModelConfig:
+    """Write a model as separate files, and return the options that name them."""
+    files = build_files(family, pipe)
+    paths = {name: save_tensors(tensors, folder / f"{name}.safetensors") for name, tensors in files.items()}
+    return build_options(family, paths, save_tokenizers(family, pipe, folder / "tokenizers"), **others)
+
+
+def list_flags(options: ModelConfig) -> list[str]:
+    """The options as words of a command."""
+    given = {name: value for name, value in vars(options).items() if value != getattr(ModelConfig, name)}
+    return [word for name, value in given.items() for word in (f"--{name}", str(value))]
+
+
+def is_quantized_key(key: str, tensor: Tensor) -> bool:
+    """The linear layers of blocks, which files of this kind have quantized."""
+    return key.endswith(".weight") and tensor.ndim == 2 and any(part.isdigit() for part in key.split("."))
+
+
+def scale_to_fp8(tensors: Mapping[str, Tensor], layout: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Quantize to fp8 as published files do; return what is stored, and what it stands for in float32.
+
+    ``scale_weight``: ComfyUI's first format, with a marker for the file; ``comfy_quant``: its second one, with a mark
+    for each layer; ``rows``: a scale for each row; ``plain``: without any scale.
+    """
+    result, reference = {}, dict(tensors)
+    for key, tensor in tensors.items():
+        if not is_quantized_key(key, tensor):
+            result[key] = tensor
+            continue
+        base, rows = key.removesuffix(".weight"), tensor.float()
+        peak = rows.abs().amax(1, keepdim=True) if layout == "rows" else rows.abs().max()
+        scale = torch.ones(()) if layout == "plain" else peak / 448
+        result[key] = (rows / scale).to(torch.float8_e4m3fn)
+        reference[key] = result[key].float() * scale
+        if layout == "scale_weight":
+            result[f"{base}.scale_weight"], result[f"{base}.scale_input"] = scale, torch.ones(())
+        elif layout == "rows":
+            result[f"{base}.weight_scale"] = scale
+        elif layout == "comfy_quant":
+            mark = json.dumps({"format": "float8_e4m3fn"}).encode()
+            result[f"{base}.comfy_quant"] = torch.tensor(list(mark), dtype=torch.uint8)
+            result[f"{base}.weight_scale"], result[f"{base}.input_scale"] = scale, torch.ones(())
+    if layout == "scale_weight":
+        result["scaled_fp8"] = torch.empty(2, dtype=torch.float8_e4m3fn)
+    return result, reference
+
+
+def write_gguf(tensors: Mapping[str, Tensor], path: Path, architecture: str) -> dict[str, Tensor]:
+    """Write a GGUF file with matrices in Q8_0 where their rows allow it; return what it stands for in float32."""
+    infos, data, reference = [], b"", {}
+    for name, tensor in tensors.items():
+        rows = tensor.detach().float().contiguous()
+        if is_quantized_key(name, tensor) and tensor.shape[-1] % 32 == 0:
+            blocks = rows.view(-1, 32)
+            scale = (blocks.abs().amax(1, keepdim=True) / 127).half()
+            values = (blocks / scale.float().clamp_min(1e-12)).round().clamp(-127, 127).to(torch.int8)
+            raw, kind = torch.cat([scale.view(torch.uint8), values.view(torch.uint8)], dim=1).numpy().tobytes(), 8
+            reference[name] = (values.float() * scale.float()).view(tensor.shape)
+        else:
+            raw, kind, reference[name] = rows.numpy().tobytes(), 0, rows
+        dims = tensor.shape[::-1]
+        infos.append(_pack_text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, len(data)))
+        data += raw + bytes(-len(raw) % 32)
+    values = _pack_text("general.architecture") + struct.pack("<I", 8) + _pack_text(architecture)
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(infos), 1) + values + b"".join(infos)
+    path.write_bytes(head + bytes(-len(head) % 32) + data)
+    return reference
+
+
+def _pack_text(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+def quantize_nf4(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Store matrices in nf4 as bitsandbytes does; return what is stored, and what it stands for."""
+    result, reference = {}, dict(state)
+    for key, tensor in state.items():
+        if not is_quantized_key(key, tensor):
+            result[key] = tensor
+            continue
+        weight = QuantizedWeight.quantize(tensor.float(), "nf4")
+        packed, scale, levels = weight.tensors
+        details = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": list(tensor.shape)}
+        data = torch.tensor(list(json.dumps(details).encode()), dtype=torch.uint8)
+        result[key] = packed.flatten()[: (tensor.numel() + 1) // 2].view(-1, 1)
+        result[f"{key}.absmax"], result[f"{key}.quant_map"] = scale.float().flatten(), levels
+        result[f"{key}.quant_state.bitsandbytes__nf4"] = data
+        reference[key] = weight.dequantize(torch.float32)
+    return result, reference

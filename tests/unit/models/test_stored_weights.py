@@ -1,0 +1,141 @@
+"""Models that are stored quantized load as what their values stand for, and are trained."""
+
+import json
+from dataclasses import replace
+
+import model_layouts
+import pytest
+import torch
+from data_paths import ROOT
+from family_cases import build_case
+from rank_processes import run_on_ranks
+from safetensors.torch import load_file
+from training_runs import max_relative_difference, write_images
+
+from library.errors import ConfigError
+from library.models.detect import detect_model
+from library.models.families import FAMILIES
+from library.models.gguf_blocks import BLOCK_SIZES, dequantize_rows
+from library.models.loading import split_variant
+
+__all__ = ["build_case"]  # a fixture
+
+
+def load_denoiser(name, path, tiny, folder, dtype=torch.float32, **others):
+    """Load a denoiser from a file; the other components are folders."""
+    files = {"text_encoder": str(folder / "text_encoder"), "vae": str(folder / "vae")}
+    tiny.pipe.save_pretrained(folder)
+    options = model_layouts.build_options(name, {"transformer": str(path), **files}, "")
+    family, detected = FAMILIES.get(name)(options), detect_model(options)
+    return family.load(detected, dtype, ("transformer",)).transformer.state_dict(), detected
+
+
+@pytest.mark.parametrize("name", ["z_image", "qwen_image"])
+@pytest.mark.parametrize("layout", ["scale_weight", "comfy_quant", "rows", "plain"])
+def test_scaled_fp8_is_the_model_that_its_values_stand_for(name, layout, build_case, tmp_path):
+    _, tiny = build_case(name)
+    original = model_layouts.convert_denoiser(name, tiny.pipe)
+    stored, reference = model_layouts.scale_to_fp8(original, layout)
+    assert any(tensor.dtype is torch.float8_e4m3fn and tensor.numel() > 2 for tensor in stored.values())
+    loaded = []
+    for number, tensors in enumerate((stored, reference)):
+        path = model_layouts.save_tensors(tensors, tmp_path / f"{number}.safetensors")
+        loaded.append(load_denoiser(name, path, tiny, tmp_path / "model"))
+    (ours, detected), (theirs, plain) = loaded
+    assert detected.stored_formats == ("fp8",) and plain.stored_formats == ()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+@pytest.mark.parametrize("name", ["z_image", "qwen_image"])
+def test_gguf_is_the_model_that_its_blocks_stand_for(name, build_case, tmp_path):
+    _, tiny = build_case(name)
+    reference = model_layouts.write_gguf(
+        model_layouts.convert_denoiser(name, tiny.pipe), tmp_path / "model.gguf", "any"
+    )
+    plain = model_layouts.save_tensors(reference, tmp_path / "plain.safetensors")
+    ours, detected = load_denoiser(name, tmp_path / "model.gguf", tiny, tmp_path / "model")
+    theirs, _ = load_denoiser(name, plain, tiny, tmp_path / "model")
+    assert detected.stored_formats == ("Q8_0",)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+def test_every_type_of_blocks_has_the_values_of_the_gguf_package():
+    tensors = load_file(ROOT / "tests" / "data" / "gguf_blocks.safetensors")
+    assert {key.partition(".")[0] for key in tensors} == {*BLOCK_SIZES}
+    for name in BLOCK_SIZES:
+        ours = dequantize_rows(tensors[f"{name}.bytes"], name)
+        torch.testing.assert_close(ours, tensors[f"{name}.values"], rtol=1e-5, atol=1e-6)
+
+
+def test_a_repository_in_nf4_is_read_without_bitsandbytes(build_case, tmp_path):
+    _, tiny = build_case("z_image")
+    tiny.pipe.save_pretrained(tmp_path)
+    stored, reference = model_layouts.quantize_nf4(tiny.pipe.transformer.state_dict())
+    model_layouts.save_tensors(stored, tmp_path / "transformer" / "diffusion_pytorch_model.safetensors")
+    path = tmp_path / "transformer" / "config.json"
+    settings = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": settings}))
+    detected = detect_model(str(tmp_path))
+    assert detected.stored_formats == ("nf4",)
+    loaded = FAMILIES.get("z_image")().load(detected, torch.float32, ("transformer",)).transformer.state_dict()
+    assert all(torch.equal(tensor, reference[key]) for key, tensor in loaded.items())
+    settings["quant_method"] = "torchao"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": settings}))
+    with pytest.raises(ConfigError, match=r"transformer is stored by torchao.* use the repository in bf16"):
+        detect_model(str(tmp_path))
+
+
+def test_a_variant_in_several_files_is_loaded(build_case, tmp_path):
+    _, tiny = build_case("z_image")
+    tiny.pipe.save_pretrained(tmp_path, variant="fp16", max_shard_size="60KB")
+    names = [path.name for path in (tmp_path / "transformer").glob("*.safetensors")]
+    assert len(names) > 1 and {split_variant(name) for name in names} == {"fp16"}
+    loaded = FAMILIES.get("z_image")().load(str(tmp_path), torch.float32, ("transformer",)).transformer.state_dict()
+    expected = tiny.pipe.transformer.state_dict()
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in loaded.items())
+
+
+def test_a_text_encoder_in_gguf_is_refused_with_the_way_out(build_case, tmp_path):
+    _, tiny = build_case("z_image")
+    model_layouts.write_gguf({"token_embd.weight": torch.ones(64, 32)}, tmp_path / "text.gguf", "qwen3")
+    options = model_layouts.write_separate_files("z_image", tiny.pipe, tmp_path)
+    with pytest.raises(ConfigError, match=r"text_encoder: .*is a GGUF file.*use the .safetensors file"):
+        detect_model(replace(options, text_encoder=str(tmp_path / "text.gguf")))
+
+
+def train_settings(*flags: str) -> None:
+    from library.training.preflight import find_settings_problems, load_settings
+    from library.training.run import run_training
+
+    loaded = load_settings(flags)
+    assert find_settings_problems(loaded) == []
+    run_training(loaded.config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["scale_weight", "gguf", "plain_files"])
+def test_a_model_that_is_stored_quantized_is_trained(layout, build_case, tmp_path):
+    """Two steps, equal to those of the file of what its values stand for."""
+    _, tiny = build_case("z_image")
+    files, dataset = model_layouts.build_files("z_image", tiny.pipe), write_images(tmp_path, {(64, 64): 4})
+    tokenizers = model_layouts.save_tokenizers("z_image", tiny.pipe, tmp_path / "tokenizers")
+    paths = {name: model_layouts.save_tensors(files[name], tmp_path / f"{name}.safetensors") for name in files}
+    reference = files["transformer"]
+    stored = tmp_path / f"stored.{'gguf' if layout == 'gguf' else 'safetensors'}"
+    if layout == "gguf":
+        reference = model_layouts.write_gguf(files["transformer"], stored, "lumina2")
+    elif layout == "scale_weight":
+        tensors, reference = model_layouts.scale_to_fp8(files["transformer"], layout)
+        model_layouts.save_tensors(tensors, stored)
+    else:
+        model_layouts.save_tensors(files["transformer"], stored)
+    model_layouts.save_tensors(reference, tmp_path / "reference.safetensors")
+    results = {}
+    for path in (stored, tmp_path / "reference.safetensors"):
+        options = model_layouts.build_options("z_image", {**paths, "transformer": str(path)}, tokenizers)
+        flags = [*model_layouts.list_flags(options), "--dataset_config", str(dataset), "--output_dir", str(tmp_path)]
+        flags += "--mixed_precision no --network_dim 4 --max_train_steps 2 --learning_rate 0.1 --optimizer_type SGD --quiet".split()
+        flags += ["--max_data_loader_n_workers", "0", "--output_name", path.stem]
+        run_on_ranks(1, train_settings, *flags)
+        results[path.stem] = load_file(tmp_path / f"{path.stem}.safetensors")
+    assert max_relative_difference(results["stored"], results["reference"]) < 1e-4
