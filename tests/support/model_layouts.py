@@ -61,6 +61,10 @@ def build_files(family: str, pipe: Any) -> dict[str, dict[str, Tensor]]:
     for name in facts.text.components:
         if not is_tokenizer(name) and name != "text_conditioner":
             files[name] = original_checkpoints.convert_text_encoder(getattr(pipe, name))
+    if "image_encoder" in facts.components:
+        files["image_encoder"] = {
+            f"vision_model.{key}": value for key, value in pipe.image_encoder.state_dict().items()
+        }
     return files
 
 
