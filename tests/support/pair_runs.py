@@ -28,7 +28,6 @@ from safetensors.torch import load_file
 from training_runs import max_relative_difference, write_images
 
 from library.atomic_files import write_atomic
-from library.config import options
 from library.dataset.controls import find_settings_that_controls_lack
 from library.dataset.dataset_config import load_dataset_config
 from library.distributed.parallel_dims import build_parallel_dims
@@ -359,8 +358,7 @@ def _compare_resumed(folder: Path, resumed: Path) -> Iterator[str]:
 
 
 def speed_up_dry_checks() -> None:
-    """Read the types of options once, and build each model on the meta device once; checks only look at it."""
-    options.get_type_hints = cache(options.get_type_hints)
+    """Build each model on the meta device once; checks only look at it."""
     load, models = validate_model.load_components_on_meta, {}
 
     def load_once(detected: Any, names: Sequence[str]) -> Any:
