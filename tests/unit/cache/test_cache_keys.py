@@ -18,6 +18,7 @@ from library.cache.latent_cache import LatentEncoder
 from library.dataloader.images import resize_and_crop
 from library.dataset.image_decoding import load_rgb_image
 from library.models.detect import detect_model, get_config_reader
+from library.models.families import FAMILY_FACTS
 from library.models.model_configs import read_encoded_sizes
 
 ALL = ["images/0.png", "images/1.png", "images/2.png"]
@@ -282,6 +283,7 @@ def test_images_of_one_vae_batch_are_loaded_by_all_threads(monkeypatch):
     monkeypatch.setattr(LatentEncoder, "_encode_images", lambda _, pipe, images: [*images.items()])
     loader = SimpleNamespace(
         cache=SimpleNamespace(vae_batch_size=8),
+        family=SimpleNamespace(facts=FAMILY_FACTS["sd1"]),
         load=lambda *_: None,
         strategy=SimpleNamespace(empty_device_cache=lambda: None),
     )
