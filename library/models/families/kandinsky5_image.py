@@ -92,7 +92,8 @@ FACTS = FamilyFacts(
         modelspec_architecture="kandinsky-5-image",
     ),
     blocks=BlockFacts(
-        lists=("text_transformer_blocks", "visual_transformer_blocks"),
+        # The few blocks before them pass on another stream, that of the text.
+        lists=("visual_transformer_blocks",),
         activation_args=("visual_embed",),
         unsupported_strategies={
             "tp": "the attention of Kandinsky 5 counts its heads in a place of its own",

@@ -59,8 +59,6 @@ FACTS = replace(
         modelspec_architecture="kandinsky-5-video",
         modelspec_implementation="https://github.com/kandinskylab/kandinsky-5",
     ),
-    # The few blocks before them pass on another stream, that of the text.
-    blocks=replace(IMAGE_FACTS.blocks, lists=("visual_transformer_blocks",)),
     training_noise=TrainingNoiseFacts(
         shift=FixedShift(3.0),
         reason="as Kandinsky 5 image, less than the 5 of musubi-tuner's guide",
