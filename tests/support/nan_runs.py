@@ -27,8 +27,8 @@ def train_with_nan_loss(rank: int, step: int | tuple[int, ...], check_each_step:
         )
         return call(self, batch, current_step) * (float("nan") if is_this_rank and is_bad else 1.0)
 
-    def init_guard(self, max_bad_steps):
-        init(self, max_bad_steps)
+    def init_guard(self, *arguments, **options):
+        init(self, *arguments, **options)
         self.check_each_step_until = 10**9 if check_each_step else 0
 
     DiffusionTask.__call__, nan_and_oom_handling.NanGuard.__init__ = return_nan, init_guard
