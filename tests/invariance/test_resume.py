@@ -384,13 +384,13 @@ def train_on_a_disk_that_fills_up(num_files: int, *flags: str) -> str:
     """Train with a disk that has no room for checkpoints once there are so many LoRA files."""
     from types import SimpleNamespace
 
-    from library.training import save_adapter
+    from library.training import save_weights
 
     def get_disk_usage(folder: Path) -> SimpleNamespace:
         is_full = len(list(folder.glob("*.safetensors"))) >= num_files
         return SimpleNamespace(free=2**20 if is_full else 2**40)
 
-    save_adapter.shutil.disk_usage = get_disk_usage
+    save_weights.shutil.disk_usage = get_disk_usage
     return train(*flags)
 
 
