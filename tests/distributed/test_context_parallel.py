@@ -49,6 +49,7 @@ TRANSFORMERS = ("sd3", "flux", "z_image", "qwen_image")
         pytest.param("ovis_image", "CP 2", "no", UNET, marks=LONG),
         pytest.param("pixart_sigma", "CP 2", "no", (*UNET, "--network_dropout", "0.3"), marks=LONG),
         pytest.param("hunyuan_image", "CP 2", "no", (*UNET, "--network_dropout", "0.3"), marks=LONG),
+        pytest.param("hunyuan_video", "CP 2", "no", (*UNET, "--network_dropout", "0.3"), marks=LONG),
         pytest.param("longcat_image", "CP 2", "no", UNET, marks=LONG),
         pytest.param("hunyuan_video15", "CP 2", "no", (*UNET, "--network_dropout", "0.3"), marks=LONG),
         pytest.param("ltx_video", "CP 2", "no", (*UNET, "--network_dropout", "0.3"), marks=LONG),

@@ -59,6 +59,7 @@ MODULATION = ("--network_module=networks.lora_qwen_image", "--network_args=train
         pytest.param("aura_flow", "TP 2 x PP 2", "no", ("--network_train_unet_only",), marks=LONG),
         pytest.param("ovis_image", "TP 2 x PP 2", "no", ("--network_train_unet_only",), marks=LONG),
         pytest.param("hunyuan_image", "TP 2 x PP 2", "no", ("--network_train_unet_only",), marks=LONG),
+        pytest.param("hunyuan_video", "TP 2 x PP 2", "no", ("--network_train_unet_only",), marks=LONG),
         pytest.param("longcat_image", "TP 2 x PP 2", "no", ("--network_train_unet_only",), marks=LONG),
         pytest.param("ernie_image", "TP 2 x PP 2", "no", ("--network_train_unet_only",), marks=LONG),
         pytest.param("lumina2", "TP 2", "no", ("--network_train_unet_only",), marks=LONG),
