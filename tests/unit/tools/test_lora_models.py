@@ -107,7 +107,7 @@ def test_a_merged_model_has_the_weights_of_one_with_the_lora_applied_and_gives_t
             for key, tensor in wanted.items():
                 assert torch.allclose(found[key], tensor, rtol=0, atol=1e-6), key
     paths = [str(tmp_path / f"{each}.safetensors") for each in ("lora", "back")]
-    before, after = (each.contents.updates for each in read_lora_files(paths, name))  # families share names and sizes
+    before, after = (each.updates for each in read_lora_files(paths, name))  # families share names and sizes
     assert before.keys() == after.keys()
     for module, update in before.items():
         wanted, found = factor_update(update), factor_update(after[module])
