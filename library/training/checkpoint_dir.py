@@ -161,7 +161,9 @@ def _get_partial_path(path: Path) -> Path:
 def remove_leftover_files(output_dir: Path, name: str) -> None:
     """Remove files that a killed run had not finished writing."""
     partial = _build_name_pattern(name)
-    pattern = re.compile(rf"\.{partial}(-state(\.\d+)?\.new|(-ema)?(\.safetensors)?\.\d+\.(part|old))")
+    pattern = re.compile(
+        rf"\.{partial}(-state(\.\d+)?\.new|(-ema)?(_(high|low)_noise)?(\.safetensors)?\.\d+\.(part|old))"
+    )
     for path in [path for path in output_dir.iterdir() if pattern.fullmatch(path.name)]:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)

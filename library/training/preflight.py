@@ -195,7 +195,8 @@ def validate_output_files(save: SaveConfig, state: StateConfig, train: TrainConf
         if any(find_checkpoints(folder, name)):
             return
     existing = _find_output_files(save, train, has_ema)
-    has_final = any(path.name in (name, f"{name}.safetensors") for path in existing)
+    final = re.compile(rf"{re.escape(name)}(_(high|low)_noise)?(\.safetensors)?")
+    has_final = any(final.fullmatch(path.name) for path in existing)
     if state.auto_resume and not has_final:  # it was killed before its first checkpoint
         return
     if existing:
