@@ -70,7 +70,7 @@ def read_files_header(paths: list[Path]) -> CheckpointHeader:
     shapes = {key: shape for header in headers.values() for key, shape in header.shapes.items()}
     dtypes = {key: dtype for header in headers.values() for key, dtype in header.dtypes.items()}
     metadata = {key: text for header in headers.values() for key, text in header.metadata.items()}
-    formats, side = find_stored_formats(shapes, dtypes, read_bytes), list_side_tensors(shapes)
+    formats, side = find_stored_formats(shapes, dtypes, read_bytes, metadata), list_side_tensors(shapes)
     weights = {key: formats[key].shape if key in formats else shapes[key] for key in shapes if key not in side}
     return CheckpointHeader(weights, metadata, formats)
 
@@ -118,7 +118,7 @@ def read_safetensors_header(path: Path) -> RawHeader:
         raise ModelError("is truncated; download or copy it again")
     try:
         data = json.loads(raw)
-        metadata = data.pop("__metadata__", {})
+        metadata = dict(data.pop("__metadata__", None) or {})
         shapes = {name: tuple(entry["shape"]) for name, entry in data.items()}
         dtypes = {name: str(entry["dtype"]) for name, entry in data.items()}
         begin = 8 + length

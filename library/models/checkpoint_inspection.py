@@ -34,6 +34,10 @@ _UNSUPPORTED_FILE_PATTERNS: tuple[tuple[str, str], ...] = (
         "in bf16, fp16, fp8 or GGUF, and use the LoRA with Nunchaku",
     ),
     (
+        r"\.(pre_quant_scale|weight_s_rel|weight_codebook|weight_proj_(up|down))$",
+        f"quantized in a form that is not read; {OTHER_FILES}",
+    ),
+    (
         r"\.(qzeros|g_idx|weight_packed)$",
         f"quantized as for a language model (AWQ, GPTQ or compressed-tensors), which is not read; {OTHER_FILES}",
     ),

@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from .model_configs import ModelError
 
@@ -47,13 +48,17 @@ class StoredFormat:
 
 
 def find_stored_formats(
-    shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str], read_bytes: Callable[[str], bytes]
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, str],
+    read_bytes: Callable[[str], bytes],
+    metadata: Mapping[str, str] | None = None,
 ) -> dict[str, StoredFormat]:
     """Find the quantized weights of a safetensors file; ``read_bytes`` reads a small tensor of it.
 
     Formats that are not read raise ``ModelError``.
     """
     _reject_unread_formats(shapes, read_bytes)
+    _reject_unread_metadata((metadata or {}).get("_quantization_metadata"))
     formats = {}
     for state in shapes:
         if match := STATE_PATTERN.fullmatch(state):
@@ -108,10 +113,31 @@ def _reject_unread_formats(shapes: Mapping[str, tuple[int, ...]], read_bytes: Ca
         if key.endswith(".comfy_quant") and shape and shape[0] not in read:
             read.add(shape[0])
             try:
-                name = str(json.loads(read_bytes(key)).get("format"))
-            except (ValueError, AttributeError):
-                name = "unknown"
-            if name not in READ_QUANTS:
-                raise ModelError(f"has weights in {name} (comfy_quant), which is not read; {OTHER_FILES}")
+                mark = json.loads(read_bytes(key))
+            except ValueError:
+                mark = None
+            _reject_unread_mark(mark, "comfy_quant")
         if key.endswith(".weight_scale_2"):
             raise ModelError(f"has weights in NVFP4 (weight_scale_2), which is not read; {OTHER_FILES}")
+
+
+def _reject_unread_metadata(text: str | None) -> None:
+    """Reject what ComfyUI's description of a file's layers in its metadata names and is not read."""
+    if text is None:
+        return
+    try:
+        layers = list(json.loads(text)["layers"].values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        layers = [None]
+    for layer in layers:
+        _reject_unread_mark(layer, "_quantization_metadata")
+
+
+def _reject_unread_mark(mark: Any, source: str) -> None:
+    """Reject the format of one layer; weights that were rotated before they were rounded (ConvRot) are not read."""
+    mark = {"format": mark} if isinstance(mark, str) else mark
+    name = str(mark.get("format")) if isinstance(mark, dict) else "an unknown format"
+    if isinstance(mark, dict) and (mark.get("convrot") or (mark.get("params") or {}).get("convrot")):
+        name = f"{name} with ConvRot"
+    if name not in READ_QUANTS:
+        raise ModelError(f"has weights in {name} ({source}), which is not read; {OTHER_FILES}")

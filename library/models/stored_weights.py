@@ -131,11 +131,8 @@ def _expand_scale(scale: Tensor, values: Tensor, key: str) -> Tensor:
         return scale.reshape(1, 1).expand(rows, 1)
     if scale.numel() % rows == 0 and scale.shape[0] == rows:
         scale = scale.reshape(rows, -1)
-    elif scale.ndim == 2:  # square blocks
-        side = BLOCK_SIDE if -(-rows // BLOCK_SIDE) == scale.shape[0] else -(-rows // scale.shape[0])
-        scale = scale.repeat_interleave(side, 0)[:rows]
-        if columns % scale.shape[1]:
-            scale = scale.repeat_interleave(side, 1)[:, :columns]
+    elif scale.shape == (-(-rows // BLOCK_SIDE), -(-columns // BLOCK_SIDE)):  # square blocks
+        scale = scale.repeat_interleave(BLOCK_SIDE, 0)[:rows].repeat_interleave(BLOCK_SIDE, 1)[:, :columns]
     if scale.shape[0] != rows or columns % scale.shape[1]:
         raise ValueError(
             f"{key} has shape {list(scale.shape)}, which fits no weight of {rows} rows and {columns} columns"
@@ -202,6 +199,8 @@ class RowNumbers:
         parts: list[StoredWeight] = []
         for start, end in zip([0, *ends], [*ends, len(numbers)], strict=True):
             parts += self._take(int(numbers[start]), end - start)
+        if any(len(part.shape) != tensor.ndim for part in parts):
+            raise ValueError("the conversion adds or removes axes")
         return join_rows(parts)
 
     def _take(self, first: int, count: int) -> Iterable[StoredWeight]:

@@ -17,7 +17,7 @@ from ...adapters.validate_file import list_layer_shapes
 from ...config.schema import ModelConfig
 from ...errors import ConfigError, FileError, UserError
 from ...models.base import BaseModelInfo, Family
-from ...models.checkpoint_header import read_checkpoint_header
+from ...models.checkpoint_header import is_gguf, read_checkpoint_header
 from ...models.checkpoint_inspection import (
     has_denoiser,
     list_denoiser_formats,
@@ -132,6 +132,15 @@ class ModelFiles:
         return self.path.is_dir()
 
 
+def _list_scaled_formats(path: Path, detected: DetectedModel) -> list[str]:
+    """List the formats of quantized weights in any component of a file; fp8 without scales is a plain data type."""
+    if not path.is_file():
+        return list(detected.stored_formats)
+    stored = read_checkpoint_header(path).formats.values()
+    formats = {each.name for each in stored if each.name != "fp8" or each.scale is not None}
+    return sorted(formats | ({"GGUF"} if is_gguf(path) else set()))
+
+
 def locate_model_weights(text: str) -> ModelFiles:
     """Find the weights of a model; raise with what cannot be read."""
     path = Path(text).expanduser()
@@ -139,8 +148,8 @@ def locate_model_weights(text: str) -> ModelFiles:
         fix = "give the model in one file, or as a diffusers folder"
         raise UserError(report_file(path, f"is one of the {len(shards)} files of a model", fix))
     detected = _detect_model(path)
-    if detected.stored_formats:
-        text = f"is stored quantized ({', '.join(detected.stored_formats)}), and the result would have to be as well"
+    if formats := _list_scaled_formats(path, detected):
+        text = f"is stored quantized ({', '.join(formats)}), and the result would have to be as well"
         raise UserError(report_file(path, text, "give the model in bf16, fp16 or fp32"))
     family = FAMILIES.get(detected.family)
     if family.facts.pipeline.experts is not None:

@@ -12,11 +12,14 @@ from rank_processes import run_on_ranks
 from safetensors.torch import load_file
 from training_runs import max_relative_difference, write_images
 
+from library.config.schema import ModelConfig
 from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
 from library.models.gguf_blocks import BLOCK_SIZES, dequantize_rows
 from library.models.loading import split_variant
+from library.models.model_configs import ModelError
+from library.models.stored_weights import read_file_weights
 
 __all__ = ["build_case"]  # a fixture
 
@@ -139,3 +142,47 @@ def test_a_model_that_is_stored_quantized_is_trained(layout, build_case, tmp_pat
         run_on_ranks(1, train_settings, *flags)
         results[path.stem] = load_file(tmp_path / f"{path.stem}.safetensors")
     assert max_relative_difference(results["stored"], results["reference"]) < 1e-4
+
+
+CONVROT = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 256}
+
+
+@pytest.mark.parametrize(
+    ("mark", "metadata"),
+    [
+        (CONVROT, None),
+        ({"format": "int8_tensorwise", "params": {"convrot": True}}, None),
+        (None, {"_quantization_metadata": json.dumps({"layers": {"a": CONVROT}})}),
+        (None, {"_quantization_metadata": json.dumps({"layers": {"a": {"format": "mxfp8"}}})}),
+    ],
+)
+def test_rotated_weights_and_formats_that_only_the_metadata_name_are_refused(mark, metadata, tmp_path):
+    tensors = {"a.weight": torch.ones(4, 256, dtype=torch.int8), "a.weight_scale": torch.ones(4, 1)}
+    if mark is not None:
+        tensors["a.comfy_quant"] = torch.tensor(list(json.dumps(mark).encode()), dtype=torch.uint8)
+    model_layouts.save_tensors(tensors, tmp_path / "a.safetensors", metadata)
+    with pytest.raises(ModelError, match=r"(int8_tensorwise with ConvRot|mxfp8) .*is not read"):
+        read_file_weights([tmp_path / "a.safetensors"])
+
+
+@pytest.mark.parametrize("columns", [192, 448, 960])
+def test_scales_of_square_blocks_end_with_the_weight(columns, tmp_path):
+    values, scale = torch.randn(200, columns).to(torch.float8_e4m3fn), torch.rand(2, -(-columns // 128)) + 0.5
+    path = tmp_path / "a.safetensors"
+    model_layouts.save_tensors({"a.weight": values, "a.weight_scale_inv": scale}, path)
+    expected = values.float() * scale.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)[:, :columns]
+    torch.testing.assert_close(read_file_weights([path])["a.weight"].dequantize(), expected)
+
+
+@pytest.mark.parametrize("name", ["sdxl", "z_image"])
+def test_a_vae_cast_to_fp8_loads_as_its_values(name, build_case, tmp_path):
+    """Conversions of a VAE squeeze its attention's convolutions."""
+    _, tiny = build_case(name)
+    tensors = {key: each.to(torch.float8_e4m3fn) for key, each in model_layouts.convert_vae(tiny.pipe.vae).items()}
+    tiny.pipe.save_pretrained(tmp_path / "model")
+    loaded = []
+    for number, vae in enumerate((tensors, {key: each.float() for key, each in tensors.items()})):
+        path = model_layouts.save_tensors(vae, tmp_path / f"{number}.safetensors")
+        options = ModelConfig(str(tmp_path / "model"), vae=path)
+        loaded.append(FAMILIES.get(name)(options).load(detect_model(options), torch.float32, ("vae",)).vae.state_dict())
+    assert all(torch.equal(loaded[0][key], loaded[1][key]) for key in loaded[1])
