@@ -36,14 +36,13 @@ REX_ARGS, REX_MIN_RATIO = ("rex_alpha=0.1", "rex_beta=0.9"), 0.01
 
 _VIDEO, _MISSING = "a video model that is not supported yet", "which is not supported"
 _FOLDER_ONLY = (
-    "HunyuanVideo 1.5, which is trained from a folder in diffusers' format, with --pretrained_model_name_or_path in"
-    " place of --dit"
+    "which is trained from a folder in diffusers' format, with --pretrained_model_name_or_path in place of --dit"
 )
 MISSING_MODELS = {
     "networks.lora": "HunyuanVideo, whose file is given as --pretrained_model_name_or_path in place of --dit",
     "networks.lora_framepack": f"FramePack, {_VIDEO}",
-    "networks.lora_hv_1_5": _FOLDER_ONLY,
-    "networks.lora_kandinsky": _FOLDER_ONLY.replace("HunyuanVideo 1.5", "Kandinsky 5"),
+    "networks.lora_hv_1_5": f"HunyuanVideo 1.5, {_FOLDER_ONLY}",
+    "networks.lora_kandinsky": f"Kandinsky 5, {_FOLDER_ONLY}",
     "networks.lora_ideogram4": f"Ideogram 4, {_MISSING}",
     "networks.lora_hidream_o1": f"HiDream-O1, {_MISSING}",
 }
@@ -150,7 +149,8 @@ def find_missing_model(settings: Collection[RawSetting]) -> Problem | None:
         text = f"{task} is {model}; it is not supported yet"
         return Problem("task", text, _SUPPORTED, place=_find_place(settings, "task"))
     if task == "t2v":
-        return Problem("task", f"{task} is {_FOLDER_ONLY}", _SUPPORTED, place=_find_place(settings, "task"))
+        text = f"{task} is HunyuanVideo 1.5, {_FOLDER_ONLY}"
+        return Problem("task", text, _SUPPORTED, place=_find_place(settings, "task"))
     return None
 
 

@@ -36,7 +36,12 @@ def validate_preservation_options(config: RunConfig) -> Iterator[Problem]:
         )
     if option is None:
         return
+    # Blocks are computed again after the second forward pass, whose texts have replaced those of the first.
+    recomputes = config.train.gradient_checkpointing or config.train.on_oom == "recover"
+    other_texts = "gradient checkpointing would compute blocks again with other texts"
     obstacles = {
+        "network_dropout": (recomputes and bool(config.adapter.network_dropout), other_texts),
+        "cp_size": (recomputes and config.parallel.cp_size > 1, other_texts),
         "pp_size": (config.parallel.pp_size > 1, "a pipeline runs one forward pass for each micro-batch"),
         "gpu_memory": (config.train.gpu_memory is not None, "memory estimates do not count its second forward pass"),
         "cuda_graphs": (config.distributed.cuda_graphs, "a graph has the adapter switched on"),

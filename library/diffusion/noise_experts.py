@@ -6,7 +6,7 @@ from the expert's own part of the distribution.  Together they have the distribu
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -48,7 +48,7 @@ class NoiseExperts:
         """Find the expert of a noise level by its quantile in the distribution."""
         return LOW_NOISE if quantile < self.get_quantiles(LOW_NOISE, distribution, num_tokens)[1] else HIGH_NOISE
 
-    def count_steps(self, seed: int, steps: range, distribution: NoiseDistribution) -> Mapping[str, int]:
+    def count_steps(self, seed: int, steps: Sequence[int], distribution: NoiseDistribution) -> Mapping[str, int]:
         """Count the steps that train each expert."""
         if self.trained != "both":
             return {self.trained: len(steps)}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .checkpoint_shards import list_shard_paths
-from .gguf_file import GGUF_MAGIC, PLAIN_BYTES, GgufError, read_gguf_header
+from .gguf_file import PLAIN_BYTES, GgufError, is_gguf, read_gguf_header
 from .gguf_names import rename_tensor
 from .model_configs import ModelError
 from .quantized_keys import StoredFormat, find_stored_formats, list_side_tensors
@@ -73,15 +73,6 @@ def read_files_header(paths: list[Path]) -> CheckpointHeader:
     formats, side = find_stored_formats(shapes, dtypes, read_bytes, metadata), list_side_tensors(shapes)
     weights = {key: formats[key].shape if key in formats else shapes[key] for key in shapes if key not in side}
     return CheckpointHeader(weights, metadata, formats)
-
-
-def is_gguf(path: Path) -> bool:
-    """Whether a file is GGUF, by its first bytes."""
-    try:
-        with path.open("rb") as file:
-            return file.read(len(GGUF_MAGIC)) == GGUF_MAGIC
-    except OSError:
-        return False
 
 
 def _merge_gguf_headers(paths: list[Path]) -> CheckpointHeader:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from .checkpoint_header import CheckpointHeader, is_gguf, read_checkpoint_header
+from .checkpoint_header import CheckpointHeader, read_checkpoint_header
 from .facts import FamilyFacts
+from .gguf_file import is_gguf
 from .model_configs import (
     BundledConfig,
     ConfigReader,

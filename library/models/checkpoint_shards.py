@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .gguf_file import PLAIN_BYTES, read_gguf_header
+from .gguf_file import PLAIN_BYTES, is_gguf, read_gguf_header
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +57,7 @@ def open_files(paths: list[Path]) -> CheckpointTensors:
 
     opened: dict[str, Any] = {}
     for path in paths:
-        file: Any = GgufFile(path) if path.suffix == ".gguf" else safe_open(str(path), framework="pt")
+        file: Any = GgufFile(path) if is_gguf(path) else safe_open(str(path), framework="pt")
         opened.update(dict.fromkeys(file.keys(), file))
     return CheckpointTensors(opened)
 

@@ -222,8 +222,8 @@ class BlockFacts:
     """How tensor parallelism splits layers with fused parts or unusual names, by a pattern of their names; and the
     ratio of the parts' sizes, each of which is split."""
     unsupported_strategies: Mapping[str, str] = field(default_factory=dict)
-    """Why the denoiser cannot be split by ``tp``, ``pp`` or ``cp``, and under ``compile`` and
-    ``cuda_graphs`` why not be compiled or captured."""
+    """Why the denoiser cannot be split by ``tp``, ``pp`` or ``cp``; under ``compile`` and ``cuda_graphs`` why not be
+    compiled or captured; and under ``preservation`` why not with gradient checkpointing."""
     attention_modes: tuple[str, ...] = ("xformers",)
     """Values of ``attn_mode`` that the denoiser supports, in addition to ``TORCH_ATTENTION_MODES``."""
 

@@ -79,13 +79,22 @@ class GgufHeader:
         return str(self.metadata.get("general.architecture", ""))
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a file is GGUF, by its first bytes."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(GGUF_MAGIC)) == GGUF_MAGIC
+    except OSError:
+        return False
+
+
 def read_gguf_header(path: Path) -> GgufHeader:
     """Read the header of a file; raises ``GgufError``."""
     with path.open("rb") as file:
         try:
             return _read_header(file, path.stat().st_size)
-        except struct.error:
-            raise GgufError("is truncated; download or copy it again") from None
+        except (struct.error, MemoryError, OverflowError):
+            raise GgufError("is truncated or damaged; download or copy it again") from None
 
 
 def _read_header(file: BinaryIO, size: int) -> GgufHeader:
@@ -99,7 +108,9 @@ def _read_header(file: BinaryIO, size: int) -> GgufHeader:
         key = _read_string(file)
         metadata[key] = _read_value(file, *_unpack(file, "<I"))
     entries = [(_read_string(file), *_read_tensor_info(file)) for _ in range(num_tensors)]
-    alignment = int(metadata.get("general.alignment", 32))
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise GgufError(f"is damaged: general.alignment is {alignment!r}; download or copy it again")
     start = -(-file.tell() // alignment) * alignment
     tensors = {name: _build_tensor(name, dims, kind, start + at, metadata) for name, dims, kind, at in entries}
     end = max((tensor.offset + tensor.nbytes for tensor in tensors.values()), default=0)

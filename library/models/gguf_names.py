@@ -44,11 +44,6 @@ TEXT_NAMES: Mapping[str, tuple[tuple[str, str], ...]] = {
 }
 """The patterns of names by ``general.architecture``; the first that matches is applied."""
 
-INTERLEAVED_ARCHITECTURES = ("llama", "mistral3")
-"""Architectures whose queries and keys have the two halves of each head interleaved, and have to be taken apart."""
-_INTERLEAVED = re.compile(r"^blk\.\d+\.attn_(q|k)\.(weight|bias)$")
-_SHIFTED = re.compile(r"norm\.weight$")
-
 
 def rename_tensor(name: str, architecture: str) -> str:
     """Return the name in transformers of a tensor of a text encoder; all others keep theirs."""
@@ -56,15 +51,3 @@ def rename_tensor(name: str, architecture: str) -> str:
         if re.match(pattern, name):
             return re.sub(pattern, new, name)
     return name
-
-
-def find_head_count_key(name: str, architecture: str) -> str | None:
-    """The metadata key with the number of heads whose halves are interleaved in this tensor, or None."""
-    if architecture not in INTERLEAVED_ARCHITECTURES or (match := _INTERLEAVED.match(name)) is None:
-        return None
-    return f"{architecture}.attention.head_count" + ("_kv" if match[1] == "k" else "")
-
-
-def has_added_one(name: str, architecture: str) -> bool:
-    """Whether llama.cpp added 1 to this weight, as its norms have no offset."""
-    return architecture == "gemma2" and _SHIFTED.search(name) is not None

@@ -59,7 +59,7 @@ def find_stored_formats(
     """
     _reject_unread_formats(shapes, read_bytes)
     _reject_unread_metadata((metadata or {}).get("_quantization_metadata"))
-    formats = {}
+    formats, unread = {}, _find_unread_scales(shapes)
     for state in shapes:
         if match := STATE_PATTERN.fullmatch(state):
             shape = tuple(_read_state(state, read_bytes)["shape"])
@@ -70,10 +70,22 @@ def find_stored_formats(
         base = key.removesuffix("weight")
         scale = next((base + end for end in SCALE_ENDS if base + end in shapes), None)
         if dtypes[key] in FP8_TYPES:
+            if base in unread:
+                raise ModelError(f"has fp8 weights with {unread[base]}, which is not read; {OTHER_FILES}")
             formats[key] = StoredFormat("fp8", shape, scale)
         elif dtypes[key] == "I8" and scale is not None:
             formats[key] = StoredFormat("int8", shape, scale)
     return formats
+
+
+def _find_unread_scales(keys: Iterable[str]) -> dict[str, str]:
+    """Find scales of other names than those that are read, by the start of the keys of their layer."""
+    found = {}
+    for key in keys:
+        base, _, end = key.rpartition(".")
+        if "scale" in end and end not in (*SCALE_ENDS, *OTHER_ENDS):
+            found[base.removesuffix(".weight") + "."] = key
+    return found
 
 
 def list_side_tensors(keys: Iterable[str]) -> set[str]:
@@ -91,16 +103,10 @@ def list_side_tensors(keys: Iterable[str]) -> set[str]:
     return found
 
 
-def parse_state(data: bytes) -> dict[str, object]:
-    """Parse bitsandbytes' description of a weight: its shape, blocks, and what its scales are quantized with."""
-    state: dict[str, object] = json.loads(data)
-    return state
-
-
-def _read_state(key: str, read_bytes: Callable[[str], bytes]) -> dict[str, list[int]]:
+def _read_state(key: str, read_bytes: Callable[[str], bytes]) -> dict[str, Any]:
     try:
-        state: dict[str, list[int]] = json.loads(read_bytes(key))
-        state["shape"]
+        state: dict[str, Any] = json.loads(read_bytes(key))
+        state["shape"], state["blocksize"] = [int(each) for each in state["shape"]], int(state["blocksize"])
     except (ValueError, KeyError, TypeError):
         raise ModelError(f"is damaged: {key} does not describe its weight; download or copy the file again") from None
     return state

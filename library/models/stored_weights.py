@@ -9,7 +9,6 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +16,6 @@ from torch import Tensor, nn
 from .checkpoint_header import CheckpointHeader, read_files_header
 from .checkpoint_shards import CheckpointTensors, list_shard_paths, open_files
 from .gguf_blocks import BLOCK_SIZES, dequantize_rows
-from .gguf_file import read_gguf_header
-from .gguf_names import find_head_count_key, has_added_one
 from .quantized_keys import StoredFormat
 
 BLOCK_SIDE = 128
@@ -83,13 +80,10 @@ def read_file_weights(
 ) -> dict[str, Tensor | StoredWeight]:
     """Read weights of a checkpoint in these files."""
     header, file = read_files_header(paths), open_files(paths)
-    metadata = read_gguf_header(paths[0]).metadata if header.architecture else {}
-    return {key: _read_weight(header, file, key, metadata) for key in choose(header.shapes)}
+    return {key: _read_weight(header, file, key) for key in choose(header.shapes)}
 
 
-def _read_weight(
-    header: CheckpointHeader, file: CheckpointTensors, key: str, metadata: Mapping[str, Any]
-) -> Tensor | StoredWeight:
+def _read_weight(header: CheckpointHeader, file: CheckpointTensors, key: str) -> Tensor | StoredWeight:
     name, stored = header.names.get(key, key), header.formats.get(key)
     tensor = file.get_tensor(name)
     if stored is None:
@@ -100,17 +94,7 @@ def _read_weight(
             weight = weight.dequantize()
     else:
         weight = _read_scaled(file, tensor, stored)
-    if (count_key := find_head_count_key(name, header.architecture)) is not None:
-        weight = _take_halves_apart(weight, int(metadata[count_key]))
-    return weight - 1 if has_added_one(name, header.architecture) and isinstance(weight, Tensor) else weight
-
-
-def _take_halves_apart(weight: Tensor | StoredWeight, num_heads: int) -> Tensor | StoredWeight:
-    """Undo llama.cpp's order of the rows of queries and keys: the halves of each head, row by row."""
-    rows = torch.arange(weight.shape[0]).view(num_heads, -1, 2).transpose(1, 2).flatten()
-    if isinstance(weight, Tensor):
-        return weight[rows]
-    return replace(weight, tensors=(weight.tensors[0][rows],))
+    return weight
 
 
 def _read_scaled(file: CheckpointTensors, values: Tensor, stored: StoredFormat) -> StoredWeight:

@@ -61,6 +61,11 @@ def get_latent_statistics(vae: Any, like: Tensor) -> tuple[Tensor, Tensor]:
     return mean, std
 
 
+def as_clips(pixels: Tensor) -> Tensor:
+    """Return images (B, C, H, W) as clips of one frame, and clips as they are."""
+    return pixels if pixels.ndim == 5 else pixels.unsqueeze(2)
+
+
 @torch.no_grad()
 def encode_clip_moments(vae: Any, pixels: Tensor) -> Moments:
     """Encode clips (B, 3, frames, height, width) with a video VAE; latents are normalized by channel."""

@@ -50,11 +50,18 @@ class AdapterPart:
         }
 
     def has_trained(self, run: TrainingRun) -> bool:
-        """Whether any step so far was for this part."""
+        """Whether this part must differ from its start: an update so far was for it, with a learning rate above 0."""
         experts, distribution = run.task.family.facts.pipeline.experts, run.task.objective.distribution
         if not self.expert or experts is None or distribution is None or not run.state.has_trained:
             return run.state.has_trained
-        steps = range(run.plan.first_step, run.state.step)
+        if run.strategy.accelerator.scaler is not None:  # float16 skips steps that overflow, which nothing counts
+            return False
+        skipped = {each.step for each in run.nan_guard.skipped_steps}
+        steps = [
+            step
+            for step in range(run.plan.first_step, run.state.step)
+            if step not in skipped and run.lr_schedule(step) > 0
+        ]
         return experts.count_steps(run.config.train.seed, steps, distribution)[self.expert] > 0
 
 

@@ -165,7 +165,9 @@ def remove_leftover_files(output_dir: Path, name: str) -> None:
         rf"\.{partial}(-state(\.\d+)?\.new|(-ema)?(_(high|low)_noise)?(\.safetensors)?\.\d+\.(part|old))"
     )
     for path in [path for path in output_dir.iterdir() if pattern.fullmatch(path.name)]:
-        if path.is_dir():
+        if path.suffix == ".old" and not (target := path.with_name(path.name[1:].rsplit(".", 2)[0])).exists():
+            path.rename(target)  # killed when the folder had not yet been replaced by its successor
+        elif path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)

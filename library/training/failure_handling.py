@@ -93,6 +93,8 @@ class FailureHandler:
         """Roll back to the last snapshot and save it."""
         try:
             _free_failed_step(error, run)
+            if not run.nan_guard.has_snapshots and isinstance(error, OutOfMemory) and error.phase == "optimizer":
+                return "no checkpoint: the failed optimizer step may have changed a part of the weights"
             run.nan_guard.roll_back(run)
             name = f"{self.config.save.output_name}-step{run.state.step:08d}"
             path = save_checkpoint.save_on_this_rank(run, name, run.pending_callbacks) if run.state.step else None

@@ -170,7 +170,10 @@ class NanGuard:
         return False
 
     def roll_back(self, run: TrainingRun) -> None:
-        """Restore the snapshot."""
+        """Restore the snapshot; without one, the weights are those after the last step, each of which is checked."""
+        if not self.has_snapshots:
+            run.optimizer.zero_grad(set_to_none=True)
+            return
         snapshot = self._snapshot.wait()
         for parameter, value in zip(run.parameters, snapshot["parameters"], strict=True):
             parameter.data.copy_(value)

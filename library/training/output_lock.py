@@ -21,6 +21,14 @@ LEASE_SECONDS = 60.0
 HEARTBEAT_SECONDS = 5.0
 """The interval at which the lease is refreshed, and so the longest wait of a second run until it is refused."""
 
+_FINAL_FILES = ("{}.safetensors", "{}_high_noise.safetensors", "{}_low_noise.safetensors", "{}/model_index.json")
+"""What a finished run leaves: a LoRA file, those of the trained experts, or the folder of a model."""
+
+
+def has_final_output(output_dir: Path, output_name: str) -> bool:
+    """Whether a run of this name has finished, or had before it was started again."""
+    return any((output_dir / each.format(output_name)).exists() for each in _FINAL_FILES)
+
 
 @contextmanager
 def hold_output_lock(output_dir: Path, output_name: str) -> Iterator[None]:

@@ -36,6 +36,7 @@ from ..dataset.dataset_config import can_load_datasets, load_dataset_config
 from ..dataset.validate import collect_subset_settings
 from ..errors import ConfigError
 from ..problems import Problem, dedupe_problems
+from .output_lock import has_final_output
 
 if TYPE_CHECKING:
     from ..diffusion.process import NoiseProcess
@@ -195,8 +196,7 @@ def validate_output_files(save: SaveConfig, state: StateConfig, train: TrainConf
         if any(find_checkpoints(folder, name)):
             return
     existing = _find_output_files(save, train, has_ema)
-    final = re.compile(rf"{re.escape(name)}(_(high|low)_noise)?(\.safetensors)?")
-    has_final = any(final.fullmatch(path.name) for path in existing)
+    has_final = has_final_output(folder, name)
     if state.auto_resume and not has_final:  # it was killed before its first checkpoint
         return
     if existing:

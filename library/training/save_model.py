@@ -23,6 +23,7 @@ from ..dataloader.prepare import PreparedData
 from ..distributed.devices import HOST, MIXED_PRECISION_DTYPES
 from ..errors import UserError
 from ..models.base import Family
+from ..models.collect_component_keys import list_adaptable_components
 from ..models.component_files import cast_weight, write_weights
 from ..models.detect import DetectedModel, get_config_reader
 from ..models.loading import disable_progress_bars
@@ -86,11 +87,14 @@ class SaveModel(SaveWeights):
         index, pipe = dict(read_required(read, INDEX_FILE)), run.task.pipe
         metadata = {"format": "pt", **self._build_metadata(run)}
         dtype = None if self.config.save_precision is None else SAVE_DTYPES[self.config.save_precision]
+        merged = _list_merged_components(run)
         for name, entry in list(index.items()):
             if not is_component(entry):
                 continue
             if name in models:
                 write_component(folder / name, models[name], dtype, metadata)
+            elif name in merged:
+                write_component(folder / name, merged[name], dtype, metadata)
             elif name == "scheduler":
                 pipe.scheduler.save_pretrained(folder / name)
             elif not self._copy_component(run, name, folder / name):
@@ -106,6 +110,10 @@ class SaveModel(SaveWeights):
             return source.is_dir()
         family: Family = run.task.family
         if name not in family.facts.components:
+            component = getattr(run.task.pipe, name, None)  # such as an image processor, which has no weights
+            if component is not None and hasattr(component, "save_pretrained"):
+                component.save_pretrained(target)
+                return True
             return False
         dtype = MIXED_PRECISION_DTYPES[run.strategy.mixed_precision]
         if self.config.save_precision is not None:
@@ -113,6 +121,13 @@ class SaveModel(SaveWeights):
         component = getattr(family.load(self.detected, dtype, (name,), device=HOST), name)
         component.save_pretrained(target)
         return True
+
+
+def _list_merged_components(run: TrainingRun) -> dict[str, nn.Module]:
+    """List the loaded components that may differ from the base model by ``base_weights``."""
+    names = list_adaptable_components(run.task.family) if run.config.adapter.base_weights else ()
+    found = {name: getattr(run.task.pipe, name, None) for name in names}
+    return {name: module for name, module in found.items() if isinstance(module, nn.Module)}
 
 
 def write_component(folder: Path, model: Any, dtype: torch.dtype | None, metadata: Mapping[str, str]) -> None:
@@ -138,6 +153,11 @@ def _replace_folder(temporary: Path, path: Path) -> None:
     old = path.with_name(f".{path.name}.{os.getpid()}.old")
     if path.exists():
         os.replace(path, old)
-    os.replace(temporary, path)
+    try:
+        os.replace(temporary, path)
+    except OSError:
+        if old.exists():
+            os.replace(old, path)
+        raise
     fsync_dir(path.parent)
     shutil.rmtree(old, ignore_errors=True)

@@ -231,15 +231,9 @@ def validate_preservation(config: RunConfig, family: Family, is_compile_enabled:
             "accelerate's settings ask for torch.compile, whose blocks have the adapter switched on",
             "add --no-torch_compile",
         )
-    if config.train.gradient_checkpointing or config.train.on_oom == "recover":
-        # Blocks are computed again after the second forward, whose texts have replaced those of the first.
-        for name, is_used in (
-            ("network_dropout", config.adapter.network_dropout),
-            ("cp_size", config.parallel.cp_size > 1),
-        ):
-            if is_used:
-                text = f"not with {option} and gradient checkpointing, which would compute blocks with other texts"
-                yield Problem(name, text, "remove one of them", others=(option,))
+    recomputes = config.train.gradient_checkpointing or config.train.on_oom == "recover"
+    if recomputes and (reason := family.facts.blocks.unsupported_strategies.get("preservation")):
+        yield Problem(option, f"{reason} by gradient checkpointing", "remove one of them")
 
 
 def validate_compile(family: Family, is_compile_enabled: bool) -> Iterator[Problem]:

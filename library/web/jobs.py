@@ -19,6 +19,7 @@ import psutil
 from ..atomic_files import write_atomic
 from ..errors import UserError
 from ..problems import report_file
+from ..training.output_lock import has_final_output
 from .run_form import CheckedForm
 from .validate_requests import HEADER, TRAINING_SCRIPT, check_can_start
 
@@ -184,7 +185,7 @@ class JobQueue:
         if job.status == STOPPING:
             status = STOPPED
         elif process is None:  # of an earlier page, which alone could have read its exit code
-            status = FINISHED if (Path(job.folder) / f"{job.name}.safetensors").exists() else STOPPED
+            status = FINISHED if has_final_output(Path(job.folder), job.name) else STOPPED
         else:
             status = FINISHED if code == 0 else FAILED
         self._replace(job, status=status, code=code)

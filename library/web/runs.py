@@ -17,7 +17,7 @@ from ..problems import report_file
 from ..report.metric_series import MetricTable, is_plain_number
 from ..report.page import RunSummary
 from ..report.preview_grid import PreviewRow, find_preview_files
-from ..training.output_lock import LEASE_SECONDS
+from ..training.output_lock import LEASE_SECONDS, has_final_output
 from .folders import FileFinder, OpenedFolders
 
 METRICS_END, SUMMARY_END, LOG_END = ".metrics.jsonl", ".run.json", ".log"
@@ -62,7 +62,7 @@ class Run:
     def list_files(self) -> list[Path]:
         """The files to download, the newest first."""
         pattern = re.compile(
-            rf"{re.escape(self.name)}(-\d{{6,}}|-step\d{{8,}})?(-ema)?"
+            rf"{re.escape(self.name)}(-\d{{6,}}|-step\d{{8,}})?(-ema)?(_(high|low)_noise)?"
             r"(\.safetensors|\.report\.html|\.before_after\.png|\.metrics\.jsonl|\.log|\.error-rank\d+\.txt|\.toml)"
         )
         files = [path for path in self.folder.iterdir() if pattern.fullmatch(path.name) and path.is_file()]
@@ -207,7 +207,7 @@ def _find_status(run: Run, step: int, steps: int | None) -> str:
     """A run holds a lock and refreshes it every few seconds."""
     if time.time() - run.lock_time < LEASE_SECONDS:
         return "running"
-    if (steps is not None and step >= steps) or (run.folder / f"{run.name}.safetensors").exists():
+    if (steps is not None and step >= steps) or has_final_output(run.folder, run.name):
         return "finished"
     return "failed" if run.error_time > run.metrics_time else "stopped"
 

@@ -124,6 +124,25 @@ def test_a_killed_run_of_both_experts_resumes_to_the_same_bits(killed_at, datase
 
 
 @pytest.mark.slow
+def test_an_expert_whose_only_steps_had_no_learning_rate_yet_is_saved_as_it_is(dataset, tmp_path):
+    """The learning rate of the first step of a warm-up is 0; each step draws its expert from the seed."""
+    distribution = NoiseDistribution("shift", NoiseConfig(), FixedShift(3.0))
+    draw = NoiseExperts(0.875).draw
+    seed = next(
+        seed for seed in range(999) if [draw(seed, step, distribution) for step in (0, 1)] == [HIGH_NOISE, LOW_NOISE]
+    )
+    more = (
+        "--seed",
+        str(seed),
+        *"--lr_scheduler constant_with_warmup --lr_warmup_steps 3 --save_every_n_steps 2".split(),
+    )
+    run_on_ranks(1, train, *build_flags(dataset, tmp_path, *more))
+    early = {key: load_file(tmp_path / f"lora-step00000002_{key}.safetensors") for key in (HIGH_NOISE, LOW_NOISE)}
+    trained = {expert: any(early[expert][key].any() for key in early[expert] if "lora_up" in key) for expert in early}
+    assert trained == {HIGH_NOISE: False, LOW_NOISE: True}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["wan22_t2v", "wan22_i2v"])
 def test_diffusers_loads_the_files_of_both_experts(name, dataset, tmp_path):
     """Each changes its own transformer, by what was trained."""

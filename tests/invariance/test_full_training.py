@@ -14,7 +14,10 @@ from tiny_pipelines import get_tiny_sd1_folder
 from training_runs import even_dataset, train
 
 from library.config import parse_config
+from library.errors import CrashError
 from library.models.component_files import write_weights
+from library.training.checkpoint_dir import remove_leftover_files
+from library.training.output_lock import has_final_output
 from library.training.preflight import validate_output_files
 
 __all__ = ["even_dataset"]  # a fixture
@@ -100,6 +103,48 @@ def test_a_killed_full_training_resumes_to_the_bit(even_dataset, tmp_path):
     assert not torch.equal(
         read_weights(resumed)["unet.conv_in.weight"], read_weights(resumed.parent / "lora-ema")["unet.conv_in.weight"]
     )
+
+
+def train_with_failing_step(step: int, *flags: str) -> None:
+    """Train until a step fails, which leaves a checkpoint of the steps before; then resume."""
+    from library.training.task import DiffusionTask
+
+    call = DiffusionTask.__call__
+
+    def fail(self: DiffusionTask, batch: object, current: int) -> torch.Tensor:
+        if current == step:
+            raise RuntimeError("the device is lost")
+        return call(self, batch, current)
+
+    DiffusionTask.__call__ = fail
+    with pytest.raises(CrashError, match=f"the checkpoint after step {step} is in "):
+        train(*flags)
+    DiffusionTask.__call__ = call
+    train(*flags, "--auto_resume")
+
+
+@pytest.mark.slow
+def test_the_steps_before_a_crash_are_saved_and_resumed_to_the_bit(even_dataset, tmp_path):
+    flags = (
+        *"--optimizer_type AdamW --learning_rate 1e-3 --train_batch_size 4 --dataset_config".split(),
+        str(even_dataset),
+    )
+    for name, work in (("whole", (train,)), ("crashed", (train_with_failing_step, 3))):
+        run_on_ranks(1, *work, *SETTINGS, *flags, "--output_dir", str(tmp_path / name))
+    whole, crashed = (read_weights(tmp_path / name / "lora") for name in ("whole", "crashed"))
+    assert whole.keys() == crashed.keys() and all(torch.equal(whole[key], crashed[key]) for key in whole)
+
+
+def test_a_folder_is_put_back_if_the_run_was_killed_before_its_successor_had_the_name(tmp_path):
+    (tmp_path / ".lora.7.old").mkdir()
+    (tmp_path / ".lora.7.old" / "model_index.json").write_text("{}")
+    (tmp_path / ".lora.7.part").mkdir()
+    assert not has_final_output(tmp_path, "lora")
+    remove_leftover_files(tmp_path, "lora")
+    assert [path.name for path in tmp_path.iterdir()] == ["lora"] and has_final_output(tmp_path, "lora")
+    (tmp_path / ".lora.8.old").mkdir()
+    remove_leftover_files(tmp_path, "lora")
+    assert [path.name for path in tmp_path.iterdir()] == ["lora"]
 
 
 @pytest.mark.slow

@@ -11,7 +11,9 @@ from training_runs import max_relative_difference, train
 
 from library.config import parse_config
 from library.config.schema import RunConfig
+from library.models.families import FAMILIES
 from library.training.preflight import find_settings_problems, load_settings
+from library.training.validate_model import validate_preservation
 
 __all__ = ["dataset"]  # a fixture
 PRESERVE = (
@@ -61,6 +63,9 @@ def test_swapped_blocks_and_a_multiplier_of_zero_change_nothing(tmp_path):
     assert max_relative_difference(preserved, other) < 1e-5
 
 
+CHECKPOINTING = ("--gradient_checkpointing", "--network_train_unet_only")
+
+
 @pytest.mark.quick
 def test_settings_with_which_it_cannot_work_are_named_before_a_model_is_loaded(tmp_path):
     data = str(write_even_dataset(tmp_path))
@@ -71,8 +76,13 @@ def test_settings_with_which_it_cannot_work_are_named_before_a_model_is_loaded(t
         ((*PRESERVE, "--pp_size", "2"), "cannot be combined with pp_size"),
         ((*PRESERVE, "--torch_compile"), "cannot be combined with torch_compile"),
         ((*PRESERVE, "--gpu_memory", "24GB"), "cannot be combined with gpu_memory"),
+        ((*PRESERVE, *CHECKPOINTING, "--network_dropout", "0.1"), "would compute blocks again with other texts"),
+        ((*PRESERVE, *CHECKPOINTING, "--cp_size", "2"), "would compute blocks again with other texts"),
     ):
         lines = format_lines(find_settings_problems(load_settings([*model, *flags])))
         assert any("diff_output_preservation_class" in line and text in line for line in lines), lines
     assert parse_config([*model, "--blank_prompt_preservation_multiplier", "1"]).problems == []
     assert RunConfig().preservation.active_option is None
+    config = parse_config([*model, *PRESERVE, *CHECKPOINTING]).config
+    for family, count in (("sd3", 0), ("kandinsky5_image", 1), ("kandinsky5_video", 1)):
+        assert len(list(validate_preservation(config, FAMILIES.get(family)(), is_compile_enabled=False))) == count

@@ -21,7 +21,7 @@ from ..facts import (
     TextFacts,
 )
 from ..model_configs import ConfigReader, ModelError, get_downscale_factor, read_required
-from ..shared_facts import T5_TOKENIZER, read_prediction_type
+from ..shared_facts import CLIPS_NOT_TRIED, T5_TOKENIZER, read_prediction_type
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -63,8 +63,6 @@ def _match_cogvideox(read: ConfigReader) -> FamilyMatch | None:
     return match_cogvideox(read, None)
 
 
-_NOT_TRIED = "clips are not tried with it yet"
-
 FACTS = FamilyFacts(
     title="CogVideoX",
     pipeline=PipelineFacts(
@@ -88,8 +86,8 @@ FACTS = FamilyFacts(
         lists=("transformer_blocks",),
         activation_args=("hidden_states", "encoder_hidden_states"),
         unsupported_strategies={
-            "tp": _NOT_TRIED,
-            "pp": _NOT_TRIED,
+            "tp": CLIPS_NOT_TRIED,
+            "pp": CLIPS_NOT_TRIED,
             "cp": "the feed-forward layers of CogVideoX see the text and the video one after the other",
         },
         attention_modes=(),
@@ -134,9 +132,9 @@ class CogVideoX(Family):
         return text_encoding.find_truncated_prompts(pipe.tokenizer, prompts, COGVIDEOX_TEXT_TOKENS - 1)
 
     def encode_moments(self, pipe: Any, pixels: Tensor) -> Moments:
-        from ..vae import encode_vae_moments
+        from ..vae import as_clips, encode_vae_moments
 
-        return encode_vae_moments(pipe.vae, pixels if pixels.ndim == 5 else pixels.unsqueeze(2))
+        return encode_vae_moments(pipe.vae, as_clips(pixels))
 
     def decode_sampled_latents(self, pipe: Any, latents: Tensor, height: int, width: int) -> Tensor:
         return self.decode_latents(pipe, latents.transpose(1, 2))

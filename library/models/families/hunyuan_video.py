@@ -203,9 +203,9 @@ class HunyuanVideo(Family):
         return [texts[text] for text in found]
 
     def encode_moments(self, pipe: Any, pixels: Tensor) -> Moments:
-        from ..vae import encode_vae_moments
+        from ..vae import as_clips, encode_vae_moments
 
-        return encode_vae_moments(pipe.vae, pixels if pixels.ndim == 5 else pixels.unsqueeze(2))
+        return encode_vae_moments(pipe.vae, as_clips(pixels))
 
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         from ..text_encoding import pad_text_embeds

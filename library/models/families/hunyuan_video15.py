@@ -200,10 +200,10 @@ class HunyuanVideo15(Family):
         return [prompt for prompt in prompts if prompt in found or _count_glyph_tokens(prompt) > MAX_GLYPH_TOKENS]
 
     def encode_moments(self, pipe: Any, pixels: Tensor) -> Moments:
-        from ..vae import encode_vae_moments
+        from ..vae import as_clips, encode_vae_moments
 
         pipe.vae.enable_slicing()  # the mask of its attention is right for one clip only
-        return encode_vae_moments(pipe.vae, pixels if pixels.ndim == 5 else pixels.unsqueeze(2))
+        return encode_vae_moments(pipe.vae, as_clips(pixels))
 
     def decode_latents(self, pipe: Any, latents: Tensor) -> Tensor:
         pipe.vae.enable_slicing()

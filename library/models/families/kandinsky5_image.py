@@ -98,6 +98,7 @@ FACTS = FamilyFacts(
         unsupported_strategies={
             "tp": "the attention of Kandinsky 5 counts its heads in a place of its own",
             "pp": "the blocks of text and image in Kandinsky 5 pass on different streams",
+            "preservation": "Kandinsky 5 keeps the mask of one text for its blocks, and they are computed again later",
             "cp": "the cross-attention of Kandinsky 5 has a mask for the padding of the text",
         },
         attention_modes=(),

@@ -81,7 +81,9 @@ class Kandinsky5Video(Kandinsky5Image):
         return BaseModelInfo("kandinsky5_video", "kandinsky-5-video")
 
     def encode_moments(self, pipe: Any, pixels: Tensor) -> Moments:
-        return super().encode_moments(pipe, pixels if pixels.ndim == 5 else pixels.unsqueeze(2))
+        from ..vae import as_clips
+
+        return super().encode_moments(pipe, as_clips(pixels))
 
     def decode_sampled_latents(self, pipe: Any, latents: Tensor, height: int, width: int) -> Tensor:
         return self.decode_latents(pipe, latents.permute(0, 4, 1, 2, 3))

@@ -140,9 +140,9 @@ class LTXVideo(Family):
         return text_encoding.find_truncated_prompts(pipe.tokenizer, prompts, LTX_MAX_SEQUENCE_LENGTH - 1)
 
     def encode_moments(self, pipe: Any, pixels: Tensor) -> Moments:
-        from ..vae import encode_clip_moments
+        from ..vae import as_clips, encode_clip_moments
 
-        return encode_clip_moments(pipe.vae, pixels if pixels.ndim == 5 else pixels.unsqueeze(2))
+        return encode_clip_moments(pipe.vae, as_clips(pixels))
 
     def decode_latents(self, pipe: Any, latents: Tensor) -> Tensor:
         from ..vae import decode_clip_latents

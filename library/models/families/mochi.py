@@ -22,7 +22,7 @@ from ..facts import (
     TextFacts,
 )
 from ..model_configs import ConfigReader, ModelError, read_required
-from ..shared_facts import T5_TOKENIZER, match_flow_model
+from ..shared_facts import CLIPS_NOT_TRIED, T5_TOKENIZER, match_flow_model
 from ..training_noise import TrainingNoiseFacts
 
 if TYPE_CHECKING:
@@ -60,7 +60,6 @@ MOCHI_KEYS = KeyStyle(
     unread_in_comfyui={"diffusers": "loads nothing of this layout"},
 )
 
-_NOT_TRIED = "clips are not tried with it yet"
 
 FACTS = FamilyFacts(
     title="Mochi 1",
@@ -86,7 +85,7 @@ FACTS = FamilyFacts(
     blocks=BlockFacts(
         lists=("transformer_blocks",),
         activation_args=("hidden_states", "encoder_hidden_states"),
-        unsupported_strategies={"tp": _NOT_TRIED, "pp": _NOT_TRIED, "cp": _NOT_TRIED},
+        unsupported_strategies={"tp": CLIPS_NOT_TRIED, "pp": CLIPS_NOT_TRIED, "cp": CLIPS_NOT_TRIED},
         attention_modes=(),
     ),
     text=TextFacts(
@@ -153,9 +152,9 @@ class Mochi(Family):
         return text_encoding.find_truncated_prompts(pipe.tokenizer, prompts, MOCHI_TEXT_TOKENS - 1)
 
     def encode_moments(self, pipe: Any, pixels: Tensor) -> Moments:
-        from ..vae import encode_clip_moments
+        from ..vae import as_clips, encode_clip_moments
 
-        return encode_clip_moments(pipe.vae, pixels if pixels.ndim == 5 else pixels.unsqueeze(2))
+        return encode_clip_moments(pipe.vae, as_clips(pixels))
 
     def decode_latents(self, pipe: Any, latents: Tensor) -> Tensor:
         from ..vae import decode_clip_latents

@@ -24,7 +24,7 @@ from ..facts import (
     TrainerNames,
 )
 from ..model_configs import ConfigReader, ModelError, read_required
-from ..shared_facts import DENOISER_PREFIXES, match_flow_model
+from ..shared_facts import CLIPS_NOT_TRIED, DENOISER_PREFIXES, match_flow_model
 from ..training_noise import NoiseLevels, TrainingNoiseFacts
 
 if TYPE_CHECKING:
@@ -97,7 +97,6 @@ _UMT5_PATTERNS = {
 }
 """The names of the text encoder's modules in files of the authors' repository."""
 
-_NOT_TRIED = "clips are not tried with it yet"
 
 FACTS = FamilyFacts(
     title="Wan 2.1",
@@ -162,8 +161,8 @@ FACTS = FamilyFacts(
         text_attention_layers=("attn2.to_k", "attn2.to_v"),
         unsupported_strategies={
             "tp": "the attention of Wan is normalized over all heads together",
-            "pp": _NOT_TRIED,
-            "cp": _NOT_TRIED,
+            "pp": CLIPS_NOT_TRIED,
+            "cp": CLIPS_NOT_TRIED,
         },
     ),
     text=TextFacts(
@@ -228,9 +227,9 @@ class Wan(Family):
         return text_encoding.find_truncated_prompts(pipe.tokenizer, prompts, WAN_TEXT_TOKENS - 1)
 
     def encode_moments(self, pipe: Any, pixels: Tensor) -> Moments:
-        from ..vae import encode_clip_moments
+        from ..vae import as_clips, encode_clip_moments
 
-        return encode_clip_moments(pipe.vae, pixels if pixels.ndim == 5 else pixels.unsqueeze(2))
+        return encode_clip_moments(pipe.vae, as_clips(pixels))
 
     def decode_latents(self, pipe: Any, latents: Tensor) -> Tensor:
         from ..vae import decode_clip_latents

@@ -132,7 +132,9 @@ class WanI2V(Wan):
         """
         import torch
 
-        clip = pixels if pixels.ndim == 5 else pixels.unsqueeze(2)
+        from ..vae import as_clips
+
+        clip = as_clips(pixels)
         given = torch.zeros_like(clip)
         numbers = sorted({0, clip.shape[2] - 1 if self.has_last_frame else 0})
         given[:, :, numbers] = clip[:, :, numbers]

@@ -17,7 +17,7 @@ from ...adapters.validate_file import list_layer_shapes
 from ...config.schema import ModelConfig
 from ...errors import ConfigError, FileError, UserError
 from ...models.base import BaseModelInfo, Family
-from ...models.checkpoint_header import is_gguf, read_checkpoint_header
+from ...models.checkpoint_header import read_checkpoint_header
 from ...models.checkpoint_inspection import (
     has_denoiser,
     list_denoiser_formats,
@@ -29,6 +29,7 @@ from ...models.checkpoint_shards import list_shard_paths
 from ...models.collect_component_keys import collect_component_keys, list_adaptable_components
 from ...models.detect import DetectedModel, detect_model
 from ...models.families import FAMILIES, FAMILY_FACTS
+from ...models.gguf_file import is_gguf
 from ...models.loading import load_components_on_meta
 from ...models.model_configs import ModelError
 from ...models.own_families import get_family_facts

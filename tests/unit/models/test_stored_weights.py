@@ -186,3 +186,23 @@ def test_a_vae_cast_to_fp8_loads_as_its_values(name, build_case, tmp_path):
         options = ModelConfig(str(tmp_path / "model"), vae=path)
         loaded.append(FAMILIES.get(name)(options).load(detect_model(options), torch.float32, ("vae",)).vae.state_dict())
     assert all(torch.equal(loaded[0][key], loaded[1][key]) for key in loaded[1])
+
+
+@pytest.mark.parametrize("name", ["a.scale", "a.weight.scale", "a.block_scale"])
+def test_fp8_with_a_scale_of_another_name_is_refused(name, tmp_path):
+    tensors = {"a.weight": torch.ones(4, 4).to(torch.float8_e4m3fn), name: torch.ones(1), "b.scale": torch.ones(4)}
+    model_layouts.save_tensors(tensors, tmp_path / "a.safetensors")
+    with pytest.raises(ModelError, match=f"fp8 weights with {name}, which is not read"):
+        read_file_weights([tmp_path / "a.safetensors"])
+
+
+def test_gguf_is_known_by_its_first_bytes_and_a_damaged_header_is_told(tmp_path):
+    path = tmp_path / "a.safetensors"
+    expected = model_layouts.write_gguf({"a.weight": torch.randn(4, 64)}, path, "any")
+    torch.testing.assert_close(read_file_weights([path])["a.weight"].dequantize(), expected["a.weight"])
+    for at in (8, 16):  # the number of tensors, and of values
+        damaged = bytearray(path.read_bytes())
+        damaged[at : at + 8] = (2**60).to_bytes(8, "little")
+        (tmp_path / "b.gguf").write_bytes(damaged)
+        with pytest.raises(ModelError, match="damaged"):
+            read_file_weights([tmp_path / "b.gguf"])
