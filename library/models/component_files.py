@@ -4,7 +4,8 @@ Only one tensor at a time is copied to host memory and cast, so that a model of 
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -63,25 +64,61 @@ def write_safetensors(
     path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype | None, metadata: Mapping[str, str]
 ) -> None:
     """Write one file; a weight that is not finite after the cast is an error."""
-    header, end = dict[str, object](), 0
     names = sorted(tensors, key=lambda name: -_get_dtype(tensors[name], dtype).itemsize)  # keeps every tensor aligned
-    for name in names:
-        size = _count_bytes(tensors[name], dtype)
-        header[name] = {
-            "dtype": DTYPE_NAMES[_get_dtype(tensors[name], dtype)],
-            "shape": list(tensors[name].shape),
-            "data_offsets": [end, end + size],
-        }
-        end += size
+    entries = [
+        TensorEntry(
+            name,
+            DTYPE_NAMES[_get_dtype(tensors[name], dtype)],
+            tensors[name].shape,
+            _count_bytes(tensors[name], dtype),
+        )
+        for name in names
+    ]
+
+    def iter_bytes(entry: TensorEntry) -> Iterator[memoryview]:
+        values = cast_weight(tensors[entry.name], dtype)
+        if values.is_floating_point() and not bool(values.isfinite().all()):
+            raise UserError(report_file(path, f"{entry.name} is not finite, or overflows {values.dtype}"))
+        yield values.flatten().view(torch.uint8).numpy().data
+
+    write_tensor_stream(path, entries, metadata, iter_bytes)
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor in the header of a safetensors file."""
+
+    name: str
+    dtype: str
+    """The name that safetensors has for it: ``BF16``."""
+    shape: Sequence[int]
+    num_bytes: int
+
+
+def write_tensor_stream(
+    path: Path,
+    entries: Sequence[TensorEntry],
+    metadata: Mapping[str, str],
+    iter_bytes: Callable[[TensorEntry], Iterable[bytes | memoryview]],
+    update_hash: Callable[[bytes | memoryview], None] = lambda _: None,
+) -> None:
+    """Write a safetensors file whose tensors come one after the other.
+
+    ``update_hash`` gets all that is written but the first 8 bytes.
+    """
+    header, end = dict[str, object](), 0
+    for entry in entries:
+        offsets = [end, end := end + entry.num_bytes]
+        header[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": offsets}
     text = json.dumps({"__metadata__": dict(metadata), **header}, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
+    update_hash(text)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for name in names:
-            values = cast_weight(tensors[name], dtype)
-            if values.is_floating_point() and not bool(values.isfinite().all()):
-                raise UserError(report_file(path, f"{name} is not finite, or overflows {values.dtype}"))
-            file.write(values.flatten().view(torch.uint8).numpy().data)
+        for entry in entries:
+            for part in iter_bytes(entry):
+                update_hash(part)
+                file.write(part)
     fsync_file(path)
 
 

@@ -14,9 +14,10 @@ from torch import Tensor
 from ...adapters.file_writer import SAVE_DTYPES
 from ...adapters.merge import compute_delta_weight, compute_merged_weight, merge_bias_adapter
 from ...adapters.module_adapter import BIAS, INPUT_MAGNITUDE, ModuleAdapter
-from ...atomic_files import fsync_dir, fsync_file
+from ...atomic_files import fsync_dir
 from ...errors import FileError, UserError
 from ...log import ProgressBar
+from ...models.component_files import TensorEntry, write_tensor_stream
 from ...problems import Problem, report_file
 from .combining import WeightedFile
 from .lora_files import SOURCES_KEY, format_sources
@@ -200,26 +201,23 @@ class _Writer:
     def write(self, source: Path, target: Path) -> None:
         """Copy ``source`` tensor by tensor, then read the copy back and compare its hash."""
         tensors = list_stored_tensors(source)
-        entries, end = {}, 0
+        stored, entries = {tensor.key: tensor for tensor in tensors}, []
         for tensor in tensors:
             dtype = self._choose_dtype(tensor)
             size = tensor.num_bytes if dtype == tensor.dtype else _count_bytes(tensor.shape, DTYPES[dtype])
-            entries[tensor.key] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [end, end + size]}
-            end += size
+            entries.append(TensorEntry(tensor.key, dtype, tensor.shape, size))
         metadata = {key: value for key, value in _read_metadata(source).items() if key != "modelspec.hash_sha256"} | {
             SOURCES_KEY: self.note
         }
-        text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        digest = hashlib.sha256(text)
-        with target.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for tensor in tensors:
-                self._advance(source, tensor.start / source.stat().st_size)
-                for part in self._iter_bytes(tensor, str(entries[tensor.key]["dtype"])):
-                    digest.update(part)
-                    file.write(part)
-        fsync_file(target)
+        source_bytes = source.stat().st_size
+
+        def iter_bytes(entry: TensorEntry) -> Iterator[bytes | memoryview]:
+            tensor = stored[entry.name]
+            self._advance(source, tensor.start / source_bytes)
+            return self._iter_bytes(tensor, entry.dtype)
+
+        digest = hashlib.sha256()
+        write_tensor_stream(target, entries, metadata, iter_bytes, digest.update)
         if _hash_content(target) != digest.digest():
             raise UserError(report_file(target, "reads back other bytes than were written", "the disk may be faulty"))
         self._advance(source, 1.0)
