@@ -290,6 +290,7 @@ def test_kernels_are_counted_once_each_and_views_are_not():
     assert launches.count_fused_launches([[torch.ones(1, device="meta").expand(65536 * 500)]]) == 2
 
 
+@pytest.mark.slow
 def test_fused_layers_launch_fewer_kernels_and_keep_less_than_those_of_peft_and_of_others():
     measured = run_benchmark("launches", "--tiny", "--models", "flux:1")
     counts, saved = {}, {}

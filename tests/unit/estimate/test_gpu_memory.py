@@ -82,6 +82,7 @@ def test_latents_of_random_crops_are_not_cached(flags, tmp_path):
     assert "cache_latents" not in options and options["cache_text_encoder_outputs"]
 
 
+@pytest.mark.slow
 def test_a_batch_is_accumulated_unless_the_dataset_file_sets_it(flags, tmp_path):
     words = "--no-gradient_checkpointing", "--gpu_memory", "1100MB"
     options, _ = choose(flags, *words)
@@ -100,6 +101,7 @@ def test_too_little_memory_is_one_problem_with_the_memory_that_would_do(flags):
     assert choose(flags, "--gpu_memory", f"{needed}GB")[0]["gradient_checkpointing"], "as much is enough"
 
 
+@pytest.mark.slow
 def test_of_several_processes_each_has_the_whole_model_or_a_shard(flags):
     options, chosen = choose(flags, "--gpu_memory", LITTLE, world=World.build_fake(2))
     assert options.keys() <= {*CHOSEN_OPTIONS} and not chosen.config.deepspeed.deepspeed
@@ -114,6 +116,7 @@ def save_checkpoint(flags, *more, split):
     write_checkpoint(Path(chosen.config.save.output_dir) / "x-state", metadata, {"weight": torch.zeros(1)})
 
 
+@pytest.mark.slow
 def test_a_resumed_run_uses_what_was_chosen_for_it(flags, caplog):
     caplog.set_level(logging.INFO)
     save_checkpoint(flags, "--gpu_memory", ENOUGH, split=[1, 1])

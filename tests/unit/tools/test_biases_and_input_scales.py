@@ -12,8 +12,6 @@ from library.config.schema import AdapterConfig
 from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
-from library.models.known_models import load_known_models
-from library.tools.lora import lora_files
 from library.tools.lora_identification import identify_lora
 from library.training.network_weights import merge_base_weights, read_initial_weights
 
@@ -27,15 +25,6 @@ BIASED = {
 }
 QKV, AXES = "lora_unet_double_blocks_0_img_attn_qkv", ("to_q", "to_k", "to_v")
 MODULATION = "lora_unet_final_layer_adaLN_modulation_1"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def known_models():
-    """The table of known models is read once and not in each command."""
-    models = load_known_models()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lora_files, "load_known_models", lambda: models)
-        yield models
 
 
 def build_lora(name, seed=0):

@@ -10,10 +10,7 @@ from tiny_pipelines import TINY
 
 from library.adapters.kohya_diffusers_comfyui_keys import convert_to_file_format
 from library.cli import run_tool
-from library.models import known_models as known_models_module
 from library.models.families import FAMILIES
-from library.models.known_models import load_known_models
-from library.tools.lora import lora_files
 from library.tools.lora.lora_files import read_lora_files
 from library.tools.lora.low_rank import add_updates, compute_difference, compute_norm, factor_update
 from library.tools.lora_identification import read_lora_file
@@ -25,16 +22,6 @@ KEY_STYLE_FAMILIES = (
 FILE_FAMILIES = ["sd1", "sd2", "sdxl", "sd3", "flux", "z_image", "qwen_image", "qwen_image21"]
 """Families whose original single-file layout the tests can write."""
 FORMATS = {"sd3": "diffusers", "z_image": "diffusers", "qwen_image21": "diffusers"}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def known_models():
-    """The table of known models is read once and not in each command."""
-    models = load_known_models()
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (known_models_module, lora_files):
-            patch.setattr(module, "load_known_models", lambda: models)
-        yield
 
 
 def save_model(name, pipe, path):
