@@ -3,6 +3,7 @@
 import pytest
 import torch
 from adapter_states import build_random_state
+from known_models_once import known_models
 from safetensors.torch import load_file, save_file
 from tiny_pipelines import TINY
 
@@ -14,6 +15,8 @@ from library.models.detect import detect_model
 from library.models.families import FAMILIES
 from library.tools.lora_identification import identify_lora
 from library.training.network_weights import merge_base_weights, read_initial_weights
+
+__all__ = ["known_models"]  # a fixture
 
 PREFIX = "lora_unet_mid_block_"
 BIASED = {

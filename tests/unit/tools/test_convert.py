@@ -110,6 +110,8 @@ import resource, sys
 from pathlib import Path
 import library.adapters.kohya_diffusers_comfyui_keys, library.adapters.file_writer
 from library.tools.convert import convert_lora_file
+
+__all__ = ["known_models"]  # a fixture
 start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 convert_lora_file(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start) * 1024)

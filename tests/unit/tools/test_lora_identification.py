@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from family_cases import list_cases
+from known_models_once import known_models
 from safetensors.torch import load_file, save_file
 from tiny_pipelines import TINY
 
@@ -16,6 +17,8 @@ from library.errors import UserError
 from library.models.families import FAMILIES, FAMILY_FACTS
 from library.models.known_models import load_known_models
 from library.tools.lora_identification import find_stated_families, identify_lora, read_lora_file
+
+__all__ = ["known_models"]  # a fixture
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 KOHYA_NAMES = [f"lora_unet_transformer_blocks_{n}_attn_{end.replace('.', '_')}" for n in range(19) for end in ATTENTION]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from adapter_states import build_random_state
 from adapter_tensors import merge
+from known_models_once import known_models
 from original_checkpoints import add_prefix, build_checkpoint, convert_flux_transformer
 from safetensors.torch import load_file, save_file
 from tiny_pipelines import TINY
@@ -14,6 +15,8 @@ from library.models.families import FAMILIES
 from library.tools.lora.lora_files import read_lora_files
 from library.tools.lora.low_rank import add_updates, compute_difference, compute_norm, factor_update
 from library.tools.lora_identification import read_lora_file
+
+__all__ = ["known_models"]  # a fixture
 
 KEY_STYLE_FAMILIES = (
     "sd1 sdxl sd3 flux flux2_klein z_image qwen_image lumina2 krea2 sana anima flux3 hunyuan_image qwen_image21".split()

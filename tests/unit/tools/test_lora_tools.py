@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from adapter_states import build_random_state
+from known_models_once import known_models
 from safetensors.torch import load_file, save_file
 
 from library.adapters.file_reader import read_header
@@ -16,6 +17,8 @@ from library.tools.lora.block_names import get_block, is_selected, parse_block_f
 from library.tools.lora.low_rank import compute_norm, decompose, factor_update, multiply_out
 from library.tools.lora.rank_rule import RankRule
 from library.tools.lora_identification import read_lora_file
+
+__all__ = ["known_models"]  # a fixture
 
 HEADER = {"ss_base_model_version": "sd_v1", "ss_steps": "700", "ss_unet_lr": "0.0001", "modelspec.title": "old"}
 
