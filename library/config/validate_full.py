@@ -65,16 +65,14 @@ def _validate_base_options(config: RunConfig) -> Iterator[Problem]:
 
 def _validate_layout(config: RunConfig) -> Iterator[Problem]:
     """Refuse the strategies that take all trained weights to be adapters, which every rank holds."""
-    fix, adapter = "use DDP or one process", ("train",)
+    fix, adapter = "use --fsdp, DDP or one process", ("train",)
     for name, size in config.parallel.model_parallel_sizes.items():
         if size > 1:
             yield Problem(name, "not supported with train full", fix, value=str(size), others=adapter)
     if config.parallel.device_map is not None:
         yield Problem("device_map", "not supported with train full", fix, others=adapter)
-    traits = list_config_traits(config)
-    for trait, option in ((Trait.FSDP, "fsdp"), (Trait.DEEPSPEED, "deepspeed")):
-        if traits[trait] is None:
-            yield Problem(option, "not supported with train full", fix, others=adapter)
+    if list_config_traits(config)[Trait.DEEPSPEED] is None:
+        yield Problem("deepspeed", "not supported with train full", fix, others=adapter)
 
 
 def _validate_text_encoders(config: RunConfig) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""Gradient synchronization: when LoRA gradients are all-reduced, how they are scaled and divided, for every strategy.
+"""Gradient synchronization: when gradients are all-reduced, how they are scaled and divided, for every strategy.
 
 The loss of a micro-batch is the sum over its samples, divided by the samples of the whole optimizer step (of all ranks
 and micro-batches).  So gradients are summed over micro-batches and ranks.  Where accelerate, DDP or DeepSpeed
@@ -14,10 +14,12 @@ average them instead,
 |                         | when no rank ran out of memory           |                    | x world size           |
 | FSDP, tensor parallel,  | flat, over all ranks, after the last     | as DDP             | accumulation steps (a) |
 | context parallel        | micro-batch (adapters are replicated)    |                    | x world size x cp (*)  |
+| FSDP, --train full      | reduce-scatter in backward of every      | as DDP             | accumulation steps (a) |
+|                         | micro-batch; HSDP: all-reduce in the last|                    | x world size (FSDP)    |
 | pipeline                | flat, over all ranks, after the schedule | 1                  | cp (*)                 |
 | DeepSpeed               | in backward, by DeepSpeed                | world size         | world size (DeepSpeed) |
-| gradient probe, warm-up | none with DDP and DeepSpeed,             | 1 (0 before the    | dp x cp (*)            |
-| (``Strategy.backward``) | otherwise flat, over all ranks           | last stage)        |                        |
+| gradient probe, warm-up | none with DDP and DeepSpeed, FSDP's own  | 1 (0 before the    | dp x cp (*)            |
+| (``Strategy.backward``) | with --train full, else flat over all    | last stage)        |                        |
 
 (a) By accelerate, in ``Accelerator.backward``.
 (*) Tensor parallel: gradients that are complete on every rank of a group are divided by tp first; those of adapters in

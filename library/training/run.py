@@ -145,7 +145,8 @@ def _prepare_and_train(
     run, adapter = build_run(
         config, strategy, family, pipe, prepared, plan=plan, cache_readers=readers, initial_weights=initial_weights
     )
-    comm.log_all_reduce_time(sum(parameter.nbytes for parameter in run.parameters))
+    if strategy.shard_group is None:  # else gradients are reduced block by block, while others are computed
+        comm.log_all_reduce_time(sum(parameter.nbytes for parameter in run.parameters))
     save = _build_saver(run, adapter, detected, prepared, resume)
     callbacks = _build_callbacks(run, save, prepared, readers=readers, prompts=prompts, resume=resume)
     _restore(run, callbacks.validation, resume)
