@@ -37,11 +37,12 @@ from ..parallel.quantize import BUILT_IN_KERNEL
 from ..parallel.strategy import Strategy
 from ..problems import Problem
 from . import checkpoint_dir
-from .checkpoint import SaveCheckpoint, restore_state
+from .checkpoint import SaveCheckpoint, name_parameters, restore_state
 from .checkpoint_dir import CheckpointInfo, find_checkpoints, read_checkpoint_info
 from .checkpoint_retention import AdapterRetention
 from .hub_download import download_checkpoint
 from .preflight import check_setting_changes
+from .sharded_checkpoint import load_shards
 from .state import TrainingRun
 
 logger = logging.getLogger(__name__)
@@ -223,10 +224,11 @@ class Resume:
         return True
 
     def restore(self, run: TrainingRun) -> None:
-        """Load the checkpoint, which the main rank reads, into ``run`` on all ranks."""
+        """Load the checkpoint, which the main rank reads, into ``run`` on all ranks; each reads its own shards."""
         if (checkpoint := self.checkpoint) is not None:
             tensors = self.comm.run_on_main_and_broadcast(lambda: checkpoint_dir.load_checkpoint_tensors(checkpoint))
-            restore_state(run, checkpoint.metadata, tensors)
+            shards = load_shards(checkpoint, run.strategy, name_parameters(run))
+            restore_state(run, checkpoint.metadata, {**tensors, **shards})
 
     def restore_retention(self) -> AdapterRetention | None:
         """Return the LoRA files that earlier runs wrote to this output_dir, which this run may delete."""

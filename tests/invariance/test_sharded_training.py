@@ -1,12 +1,18 @@
 """Full training with sharded weights (FSDP2, HSDP): equal to one process, and a part of everything on each rank."""
 
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
+from killed_runs import train_and_kill
 from rank_processes import run_on_ranks
+from resumed_runs import copy_as_killed
 from safetensors.torch import load_file
 from training_runs import even_dataset, train
+
+from library.parallel.sharded_weights import get_local_shard
 
 __all__ = ["even_dataset"]  # a fixture
 
@@ -19,11 +25,15 @@ BATCHES = {1: ("2", "2"), 2: ("1", "2"), 4: ("1", "1")}
 """The batch size and the accumulation steps that give four images in each step, by the number of ranks."""
 
 
-def train_full(dataset: Path, folder: Path, ranks: int, *flags: str) -> Path:
-    """Train in full on ``ranks`` ranks with four images in each step; return the folder of the model."""
+def build_flags(dataset: Path, folder: Path, ranks: int, *flags: str) -> tuple[str, ...]:
     batch, accumulation = BATCHES[ranks]
     split = ("--train_batch_size", batch, "--gradient_accumulation_steps", accumulation)
-    run_on_ranks(ranks, train, *SETTINGS, *split, "--dataset_config", str(dataset), "--output_dir", str(folder), *flags)
+    return (*SETTINGS, *split, "--dataset_config", str(dataset), "--output_dir", str(folder), *flags)
+
+
+def train_full(dataset: Path, folder: Path, ranks: int, *flags: str) -> Path:
+    """Train in full on ``ranks`` ranks with four images in each step; return the folder of the model."""
+    run_on_ranks(ranks, train, *build_flags(dataset, folder, ranks, *flags))
     return folder / "lora"
 
 
@@ -66,3 +76,91 @@ def test_sharded_training_gives_the_model_of_one_process(family, ranks, flags, e
     sharded = train_full(even_dataset, tmp_path, ranks, *model, *flags.split())
 
     assert max_difference(whole_models[family], sharded) < 1e-5
+
+
+# memory
+
+
+def count_local_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Count the bytes of the memory that this rank holds for the tensors."""
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in map(get_local_shard, tensors)}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def train_and_measure(*flags: str) -> dict[str, float]:
+    """Train; return the bytes on this rank of weights, gradients and optimizer state, by those of one process."""
+    from library.training import loop
+
+    shares, clip_gradients = dict[str, float](), loop._clip_gradients
+
+    def measure(run) -> torch.Tensor:
+        norm = clip_gradients(run)
+        model = run.strategy.unwrap_model(run.model)
+        state = [value for each in run.optimizer.state.values() for value in each.values() if value.dim()]
+        gradients = [each.grad for each in run.parameters if each.grad is not None]
+        for name, tensors in {"weights": [*model.parameters()], "gradients": gradients, "state": state}.items():
+            if tensors:
+                shares[name] = count_local_bytes(tensors) / sum(each.nbytes for each in tensors)
+        return norm
+
+    loop._clip_gradients = measure
+    train(*flags)
+    return shares
+
+
+@pytest.mark.slow
+def test_each_rank_holds_its_part_of_weights_gradients_and_optimizer_state(even_dataset, tmp_path):
+    flags = build_flags(even_dataset, tmp_path, 2, *"--fsdp --optimizer_type AdamW --learning_rate 1e-4".split())
+    for shares in run_on_ranks(2, train_and_measure, *flags):
+        assert shares.keys() == {"weights", "gradients", "state"}
+        assert all(0.97 / 2 < share < 1.03 / 2 for share in shares.values()), shares
+
+
+# checkpoints
+
+RESUMED = (
+    "--optimizer_type SGD --optimizer_args momentum=0.9 --learning_rate 0.01 --lr_scheduler cosine --ema_decay 0.9"
+    " --max_train_steps 4 --save_every_n_steps 2 --save_state --auto_resume"
+).split()
+
+
+def assert_equal_to_the_bit(one: Path, other: Path) -> None:
+    first, second = read_weights(one), read_weights(other)
+    assert first and first.keys() == second.keys()
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
+@pytest.mark.slow
+def test_a_killed_sharded_run_resumes_to_the_bit_and_on_other_ranks_with_the_same_result(even_dataset, tmp_path):
+    whole = train_full(even_dataset, tmp_path / "whole", 2, *RESUMED, "--fsdp").parent
+    assert max_difference(whole / "lora", whole / "lora-ema") > 1e-3
+    assert len(list((whole / "lora-step00000002-state" / "shards").glob("*.safetensors"))) == 2
+
+    killed = tmp_path / "killed"
+    with pytest.raises(AssertionError):
+        run_on_ranks(2, train_and_kill, (1,), 3, *build_flags(even_dataset, killed, 2, *RESUMED, "--fsdp"))
+    assert (killed / "lora-step00000002-state").is_dir() and not (killed / "lora").exists()
+    for name in ("alone", "more"):
+        shutil.copytree(killed, tmp_path / name)
+
+    train_full(even_dataset, killed, 2, *RESUMED, "--fsdp")
+    for name in ("lora", "lora-ema", "lora-state"):
+        assert_equal_to_the_bit(whole / name, killed / name)
+
+    train_full(even_dataset, tmp_path / "alone", 1, *RESUMED)
+    train_full(even_dataset, tmp_path / "more", 4, *RESUMED, "--fsdp", "--dp_replicate_size", "2")
+    for name in ("alone", "more"):
+        for model in ("lora", "lora-ema"):
+            assert max_difference(whole / model, tmp_path / name / model) < 1e-5, (name, model)
+
+
+@pytest.mark.slow
+def test_a_sharded_run_goes_on_from_the_checkpoint_of_one_process(even_dataset, tmp_path):
+    whole = train_full(even_dataset, tmp_path / "whole", 1, *RESUMED).parent
+    resumed = copy_as_killed(whole, tmp_path / "resumed", 2)
+    for name in ("lora", "lora-ema"):
+        shutil.rmtree(resumed / name)
+
+    train_full(even_dataset, resumed, 2, *RESUMED, "--fsdp")
+    for name in ("lora", "lora-ema"):
+        assert max_difference(whole / name, resumed / name) < 1e-5
