@@ -5,9 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..problems import Problem
-from .option_needs import Trait
 from .schema import RunConfig
-from .unused_options import list_config_traits
 
 _FROZEN_ONLY = "for frozen weights, and train full trains them"
 
@@ -67,12 +65,10 @@ def _validate_layout(config: RunConfig) -> Iterator[Problem]:
     """Refuse the strategies that take all trained weights to be adapters, which every rank holds."""
     fix, adapter = "use --fsdp, DDP or one process", ("train",)
     for name, size in config.parallel.model_parallel_sizes.items():
-        if size > 1:
+        if size > 1 and name != "cp_size":
             yield Problem(name, "not supported with train full", fix, value=str(size), others=adapter)
     if config.parallel.device_map is not None:
         yield Problem("device_map", "not supported with train full", fix, others=adapter)
-    if list_config_traits(config)[Trait.DEEPSPEED] is None:
-        yield Problem("deepspeed", "not supported with train full", fix, others=adapter)
 
 
 def _validate_text_encoders(config: RunConfig) -> Iterator[Problem]:

@@ -74,10 +74,10 @@ def validate_elementwise_optimizer(config: OptimConfig, engine: str) -> Iterator
     if info.import_path in ELEMENTWISE_OPTIMIZERS:
         return
     known = (reason for start, reason in WHOLE_TENSOR_REASONS.items() if info.import_path.startswith(start))
-    reason = "computes its step size from all weights" if info.is_lr_free else next(known, "may need whole tensors")
+    reason = "computes its step size from all weights" if info.is_lr_free else next(known, "")
     yield Problem(
         "optimizer_type",
-        f"{reason}, but {engine} shards {'trained weights' if engine == 'FSDP' else 'them'} over processes",
+        f"needs whole tensors{f' (it {reason})' if reason else ''}, but {engine} shards them over processes",
         f"use AdamW, Adam, SGD or Lion{', or train lora' if engine == 'FSDP' else ', or --fsdp instead'}",
         value=config.optimizer_type,
     )

@@ -121,7 +121,9 @@ class DeviceMeshStrategy(Strategy):
 
     def _all_reduce_gradients(self, divisor: int) -> None:
         partial = set() if self.tensor_parallel is None else self.tensor_parallel.partial_grad_parameters
-        all_reduce_gradients(self.model, self.dims, divisor, partial)
+        # A weight of the model without any gradient has no part in the result, and must not be decayed.
+        include_missing = self.dims.model_parallel_size > 1 and not self.trains_base
+        all_reduce_gradients(self.model, self.dims, divisor, partial, include_missing=include_missing)
 
     def _all_reduce_loss(self, loss: Tensor) -> Tensor:
         """Count the loss once per group of ranks that share images."""

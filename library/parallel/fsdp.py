@@ -96,6 +96,9 @@ class FSDPStrategy(DeviceMeshStrategy):
         if self.trains_base and self.device.type == "cpu":
             root: Any = module  # gloo has no averages: FSDP then divides after the sum
             root.set_force_sum_reduction_for_comms(True)
+        if self.trains_base and self.dims.cp > 1:
+            root = module
+            root.set_gradient_divide_factor(float(self.comm.world_size * self.dims.cp))
 
     def _list_sharded_modules(self) -> list[FSDPModule]:
         return [module for module in self.unwrap_model(self.model).modules() if isinstance(module, FSDPModule)]

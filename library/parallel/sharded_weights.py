@@ -20,11 +20,11 @@ END = -1
 
 
 def get_local_shard(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this rank holds, which shares its memory; a plain tensor is returned as it is."""
+    """Return the part of a tensor on this rank, which shares its memory; a plain tensor is returned as it is."""
     if not isinstance(tensor, DTensor):
         return tensor
-    local: Tensor = tensor.detach().to_local()  # type: ignore[no-untyped-call]
-    return local
+    local: Tensor = tensor.to_local()
+    return local.detach()
 
 
 @torch.no_grad()
@@ -89,5 +89,5 @@ def _broadcast_number(comm: Communicator, number: int = END) -> int:
 def _gather(weight: Tensor) -> Tensor:
     """All-gather a weight."""
     assert isinstance(weight, DTensor)
-    whole: Tensor = weight.detach().full_tensor()
-    return whole
+    whole: Tensor = weight.full_tensor()
+    return whole.detach()

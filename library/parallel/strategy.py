@@ -81,6 +81,8 @@ class Strategy(ABC):
 
     model: nn.Module
     """The wrapped model, after ``wrap``."""
+    optimizer: Any
+    """The optimizer, after ``wrap``."""
 
     def __init__(self, comm: Communicator, settings: StrategySettings):
         self.comm, self.accelerator, self.device = comm, comm.accelerator, comm.device

@@ -167,7 +167,7 @@ class WeightSyncCheck:
         self.check(run)
 
     def check(self, run: TrainingRun) -> None:
-        """Raise ``WeightsDiverged`` on all ranks if the weights of any rank differ from those of ranks with the same."""
+        """Raise ``WeightsDiverged`` on all ranks if ranks that should hold the same weights hold others."""
         strategy = run.strategy
         if strategy.comm.world_size == 1:
             return

@@ -99,7 +99,8 @@ class SaveCheckpoint:
     ) -> None:
         """Start writing on all ranks: each its parts, the main rank the rest when all parts are there."""
         self._wait_for_former_checkpoint()
-        comm, metadata, path = run.strategy.comm, self._collect_metadata(run, pending), self.output_dir / f"{name}-state"
+        comm, path = run.strategy.comm, self.output_dir / f"{name}-state"
+        metadata = self._collect_metadata(run, pending)
         if self._shard_writer is None:
             self._shard_writer = ShardWriter(comm)
         writer = self._shard_writer

@@ -1,6 +1,7 @@
 """The checkpoint directory: state.json, tensors.safetensors, and files.json with the size and SHA-256 of each.
 
-Where the ranks hold parts of the weights, ``sharded_checkpoint`` adds a folder with the parts.  A checkpoint is written to a temporary directory, synced to disk and renamed, so that it is complete or absent.
+A checkpoint is written to a temporary directory, synced to disk and renamed, so that it is complete or absent.  Where
+the ranks hold parts of the weights, ``sharded_checkpoint`` adds a folder with the parts.
 Old ones are deleted by ``training.checkpoint``, old LoRA files by ``training.save_adapter``.
 """
 

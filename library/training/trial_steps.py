@@ -96,12 +96,23 @@ def _check_gradients(strategy: Strategy, loss: float, gradients: dict[str, torch
     if not reached:
         raise UserError("before the first step: no trainable parameter gets a gradient")
     idle = [name for name in gradients if name not in set(reached)]
+    _refuse_decay_of_idle_weights(strategy, [name for name in idle if name not in given])
     if idle:
         logger.warning(
             "%d of %d trainable parameters get no gradient and will not be trained:%s",
             len(idle),
             len(gradients),
             _format_names(idle),
+        )
+
+
+def _refuse_decay_of_idle_weights(strategy: Strategy, idle: Sequence[str]) -> None:
+    """DeepSpeed takes missing gradients for zeros, so that its optimizer would decay weights without a gradient."""
+    is_deepspeed = strategy.trains_base and strategy.optimizer_sharding_engine == "DeepSpeed"
+    if idle and is_deepspeed and any(group.get("weight_decay") for group in strategy.optimizer.param_groups):
+        raise UserError(
+            f"before the first step: {len(idle)} weights have no part in the result, and DeepSpeed would apply"
+            f" weight decay to them; use --fsdp, or --optimizer_args weight_decay=0.{_format_names(idle)}"
         )
 
 

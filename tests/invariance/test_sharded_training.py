@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from killed_runs import train_and_kill
+from problem_lines import format_lines
 from rank_processes import run_on_ranks
 from resumed_runs import copy_as_killed
 from safetensors.torch import load_file
 from training_runs import even_dataset, train
 
+from library.config import parse_config
+from library.optim.validate_optimizer import validate_elementwise_optimizer
 from library.parallel.sharded_weights import get_local_shard
 
 __all__ = ["even_dataset"]  # a fixture
@@ -61,21 +64,98 @@ def whole_models(even_dataset, tmp_path_factory):
     }
 
 
+LAYOUTS = [
+    (2, "--fsdp", FAMILIES),
+    (2, "--fsdp --fsdp_offload_params --gradient_checkpointing --no-fsdp_reshard_after_forward", FAMILIES),
+    (4, "--fsdp --dp_replicate_size 2", FAMILIES),
+    (2, "--deepspeed --zero_stage 1", ("sd1",)),
+    (2, "--deepspeed --zero_stage 2 --offload_optimizer_device cpu", ("flux",)),
+    (2, "--cp_size 2 --train_batch_size 2", ("flux",)),
+    (4, "--cp_size 2 --fsdp --train_batch_size 2", ("flux",)),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    ("ranks", "flags"),
-    [
-        (2, "--fsdp"),
-        (2, "--fsdp --fsdp_offload_params --gradient_checkpointing --no-fsdp_reshard_after_forward"),
-        (4, "--fsdp --dp_replicate_size 2"),
-    ],
+    ("family", "ranks", "flags"), [(family, *layout) for *layout, families in LAYOUTS for family in families]
 )
 def test_sharded_training_gives_the_model_of_one_process(family, ranks, flags, even_dataset, whole_models, tmp_path):
+    if "--deepspeed" in flags:
+        pytest.importorskip("deepspeed")
     model = f"--pretrained_model_name_or_path random:{family}:tiny".split()
     sharded = train_full(even_dataset, tmp_path, ranks, *model, *flags.split())
 
     assert max_difference(whole_models[family], sharded) < 1e-5
+
+
+# refused settings
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("Adafactor", " (it averages over the rows and columns of each matrix)"),
+        ("Prodigy", " (it computes its step size from all weights)"),
+        ("AdamW8bit", " (it quantizes its state in blocks of whole tensors)"),
+        ("Muon", " (it orthogonalizes whole matrices)"),
+        ("AdamWScheduleFree", " (it switches between two sets of whole weights)"),
+        ("torch.optim.ASGD", ""),
+    ],
+)
+def test_optimizers_that_need_whole_weights_are_refused_by_name_with_the_reason(name, reason):
+    optim = parse_config(["--optimizer_type", name]).config.optim
+    assert format_lines(validate_elementwise_optimizer(optim, "FSDP")) == [
+        f"--optimizer_type {name}: needs whole tensors{reason}, but FSDP shards them over processes; use AdamW, Adam,"
+        " SGD or Lion, or train lora"
+    ]
+
+
+def step_on_shards(name: str) -> float:
+    """Take three steps with sharded and with whole weights; return the largest difference of the weights."""
+    from library.distributed.accelerator import prepare_accelerator
+    from library.distributed.communicator import Communicator
+    from library.distributed.fsdp_settings import FSDPSettings
+    from library.optim.optimizers import ParamGroup, build_optimizer
+    from library.parallel.fsdp import FSDPStrategy
+    from library.parallel.strategy import StrategySettings
+
+    config = parse_config(["--optimizer_type", name, "--learning_rate", "0.01", "--mixed_precision", "no"]).config
+    strategy = FSDPStrategy(
+        Communicator(prepare_accelerator(config)), StrategySettings(fsdp=FSDPSettings(1, 2), trains_base=True)
+    )
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        block = type("Block", (torch.nn.Sequential,), {})(torch.nn.Linear(6, 5), torch.nn.Linear(5, 3))
+        child = type("Model", (torch.nn.Sequential,), {"_no_split_modules": ["Block"]})(block, torch.nn.Linear(3, 1))
+        models.append(torch.nn.Sequential(child))
+    groups = [[ParamGroup("unet", list(model.parameters()), 0.01)] for model in models]
+    whole = build_optimizer(config.optim, groups[0])
+    _, sharded = strategy.wrap(models[1], build_optimizer(config.optim, groups[1], is_sharded=True))
+    for step in range(3):
+        inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        for model in models:
+            (100 * model(inputs)).square().sum().backward()
+        norms = [
+            torch.nn.utils.clip_grad_norm_(models[0].parameters(), 1.0),
+            strategy.clip_grad_norm(sharded.param_groups[0]["params"], 1.0),
+        ]
+        assert torch.allclose(*norms, rtol=1e-6) and norms[0] > 1
+        for optimizer in (whole, sharded):
+            optimizer.step()
+            optimizer.zero_grad()
+    pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
+    difference = max(float((one - other.full_tensor()).detach().abs().max()) for one, other in pairs)
+    strategy.comm.destroy_process_group()
+    return difference
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", "SGD SGDNesterov Adam AdamW Adamax NAdam RAdam RMSprop Adadelta Lion".split())
+def test_elementwise_optimizers_and_clipping_give_the_same_weights_on_shards(name):
+    if name == "Lion":
+        pytest.importorskip("pytorch_optimizer")
+    assert max(run_on_ranks(2, step_on_shards, name)) < 1e-6
 
 
 # memory
