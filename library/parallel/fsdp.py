@@ -113,7 +113,8 @@ class FSDPStrategy(DeviceMeshStrategy):
         def start_micro_batch(is_last: bool) -> AbstractContextManager[Any]:
             for module in modules:  # HSDP: between replicas, once per step
                 module.set_requires_all_reduce(is_last, recurse=False)
-            return self.accelerator.accumulate(self.model)
+            context: AbstractContextManager[Any] = self.accelerator.accumulate(self.model)
+            return context
 
         accumulate = self.gradient_accumulation.accumulate_in_shards
         return self._all_reduce_loss(accumulate(start_micro_batch, task, batches, num_samples, step))

@@ -22,11 +22,12 @@ from ..config.schema_output import StateConfig
 from ..errors import UserError, format_error
 from ..optim.optimizers import load_optimizer_state
 from ..parallel.async_copy import HostSnapshot
+from ..parallel.shard_files import ShardWriter, describe_sharded, shard_whole_tensors, split_sharded
 from ..problems import Problem
 from . import checkpoint_dir
+from .checkpoint_dir import SHARDS_KEY
 from .checkpoint_retention import delete_old_checkpoints
 from .save_weights import SaveWeights
-from .sharded_checkpoint import SHARDS_KEY, ShardWriter, describe_sharded, shard_whole_tensors, split_sharded
 from .state import SkippedStep, TrainingRun, TrainState
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """The checkpoint directory: state.json, tensors.safetensors, and files.json with the size and SHA-256 of each.
 
 A checkpoint is written to a temporary directory, synced to disk and renamed, so that it is complete or absent.  Where
-the ranks hold parts of the weights, ``sharded_checkpoint`` adds a folder with the parts.
+the ranks hold parts of the weights, ``parallel.shard_files`` adds a folder with the parts.
 Old ones are deleted by ``training.checkpoint``, old LoRA files by ``training.save_adapter``.
 """
 
@@ -19,10 +19,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..atomic_files import compute_sha256, fsync_dir, fsync_file
+from ..atomic_files import FileEntry, compute_sha256, describe_file, fsync_dir, fsync_file
 
 CHECKPOINT_FORMAT_VERSION = 1
 TENSORS_FILE, METADATA_FILE, FILE_LIST = "tensors.safetensors", "state.json", "files.json"
+
+SHARDS_KEY = "shards"
+"""The key of state.json that lists the dtype and the shape of each sharded tensor."""
 
 LEGACY_KEYS = {
     "owed": "pending",
@@ -64,10 +67,6 @@ class CheckpointInfo:
         return int(self.metadata.get("run", 0)), self.step, float(self.metadata["saved_at"])
 
 
-FileEntry = Mapping[str, Any]
-"""The size and the SHA-256 of a file of a checkpoint."""
-
-
 def create_partial_dir(path: Path) -> Path:
     """Create the directory in which a checkpoint is written before it gets its name."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,11 +74,6 @@ def create_partial_dir(path: Path) -> Path:
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir()
     return new
-
-
-def describe_file(path: Path) -> FileEntry:
-    """Return the size and the SHA-256 of a file."""
-    return {"size": path.stat().st_size, "sha256": compute_sha256(path)}
 
 
 def write_checkpoint(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

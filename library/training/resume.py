@@ -34,6 +34,7 @@ from ..errors import RunInterrupted, UserError
 from ..models.detect import DetectedModel
 from ..models.own_families import compute_family_fingerprint, get_family_facts
 from ..parallel.quantize import BUILT_IN_KERNEL
+from ..parallel.shard_files import load_shards
 from ..parallel.strategy import Strategy
 from ..problems import Problem
 from . import checkpoint_dir
@@ -42,7 +43,6 @@ from .checkpoint_dir import CheckpointInfo, find_checkpoints, read_checkpoint_in
 from .checkpoint_retention import AdapterRetention
 from .hub_download import download_checkpoint
 from .preflight import check_setting_changes
-from .sharded_checkpoint import load_shards
 from .state import TrainingRun
 
 logger = logging.getLogger(__name__)
@@ -227,7 +227,8 @@ class Resume:
         """Load the checkpoint, which the main rank reads, into ``run`` on all ranks; each reads its own shards."""
         if (checkpoint := self.checkpoint) is not None:
             tensors = self.comm.run_on_main_and_broadcast(lambda: checkpoint_dir.load_checkpoint_tensors(checkpoint))
-            shards = load_shards(checkpoint, run.strategy, name_parameters(run))
+            listed = checkpoint.metadata.get(checkpoint_dir.SHARDS_KEY, {})
+            shards = load_shards(checkpoint.path, listed, run.strategy, name_parameters(run))
             restore_state(run, checkpoint.metadata, {**tensors, **shards})
 
     def restore_retention(self) -> AdapterRetention | None:

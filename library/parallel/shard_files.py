@@ -13,20 +13,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.tensor import DTensor
 
-from ..atomic_files import fsync_dir
+from ..atomic_files import FileEntry, describe_file, fsync_dir
 from ..distributed.communicator import Communicator
 from ..errors import UserError
-from ..parallel.sharded_weights import shard_like
-from ..parallel.strategy import Strategy
-from .checkpoint_dir import CheckpointInfo, FileEntry, describe_file
+from .sharded_weights import shard_like
+from .strategy import Strategy
 
-SHARDS_FOLDER, SHARDS_KEY = "shards", "shards"
-"""The folder in a checkpoint, and the key of state.json that lists the dtype and the shape of each sharded tensor."""
+SHARDS_FOLDER = "shards"
+"""The folder in a checkpoint with the parts of all ranks."""
 
 MAX_FILE_BYTES = 2 * 10**9
 """Bytes of all ranks' parts in files of one number: the writer holds a file in memory."""
@@ -55,7 +55,7 @@ class ShardWriter:
         """Copy the parts of this rank to host memory and start writing them; a collective."""
         writer = HuggingFaceStorageWriter(str(folder / SHARDS_FOLDER), _number_files(tensors), save_distributed=True)
         with _silence_checkpoint_warnings():
-            future: Any = dcp.async_save(dict(tensors), storage_writer=writer, process_group=self._group)
+            future: Any = async_save(dict(tensors), storage_writer=writer, process_group=self._group)
         return future  # type: ignore[no-any-return]
 
     def finish(self, folder: Path, written: Future[Any] | None, error: str | None) -> dict[str, FileEntry]:
@@ -99,16 +99,18 @@ def _number_files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return {name: ordered[number] for name, number in numbers.items()}
 
 
-def load_shards(checkpoint: CheckpointInfo, strategy: Strategy, names: Mapping[nn.Parameter, str]) -> dict[str, Tensor]:
+def load_shards(
+    checkpoint: Path, listed: Mapping[str, Any], strategy: Strategy, names: Mapping[nn.Parameter, str]
+) -> dict[str, Tensor]:
     """Load the sharded tensors of a checkpoint: as they are sharded now, or whole; a collective.
 
-    Whole tensors are read by the main rank, which sends them to the others.
+    ``listed`` are their dtypes and shapes (``describe_sharded``).  Whole tensors are read by the main rank, which sends
+    them to the others.
     """
-    listed = checkpoint.metadata.get(SHARDS_KEY, {})
     if not listed:
         return {}
     parameters = {name: parameter for parameter, name in names.items()}
-    folder = checkpoint.path / SHARDS_FOLDER
+    folder = checkpoint / SHARDS_FOLDER
 
     def read_whole_tensors() -> dict[str, Tensor]:
         targets = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in listed.items()}
@@ -145,7 +147,7 @@ def _find_parameter(name: str, parameters: Mapping[str, nn.Parameter]) -> nn.Par
 
 def _load(folder: Path, targets: dict[str, Tensor], *, no_dist: bool) -> None:
     with _silence_checkpoint_warnings():
-        dcp.load(targets, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=no_dist)
+        load(targets, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=no_dist)
 
 
 @contextmanager
