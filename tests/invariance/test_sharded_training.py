@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+import all_options_run
 import pytest
 import torch
 from killed_runs import train_and_kill
@@ -14,6 +15,9 @@ from safetensors.torch import load_file
 from training_runs import even_dataset, train
 
 from library.config import parse_config
+from library.distributed.validate_sharding import validate_deepspeed
+from library.distributed.world import World
+from library.optim.optimizers import ParamGroup, build_optimizer
 from library.optim.validate_optimizer import validate_elementwise_optimizer
 from library.parallel.sharded_weights import get_local_shard
 
@@ -110,19 +114,26 @@ def test_optimizers_that_need_whole_weights_are_refused_by_name_with_the_reason(
     ]
 
 
-def step_on_shards(name: str) -> float:
-    """Take three steps with sharded and with whole weights; return the largest difference of the weights."""
+def test_zero_stage_3_is_refused_for_trained_weights():
+    config = parse_config("--train full --deepspeed --zero_stage 3".split()).config
+    assert format_lines(validate_deepspeed(config, World())) == [
+        "--train full: ZeRO stage 3 is for frozen models, and full trains the model; use --fsdp, which shards as much,"
+        " or --zero_stage 1 or 2"
+    ]
+    assert not [*validate_deepspeed(parse_config("--train full --deepspeed --zero_stage 2".split()).config, World())]
+
+
+def build_sharded_model(*flags: str):
+    """Build a small model twice, and shard the second one over two ranks; return both with the strategy."""
     from library.distributed.accelerator import prepare_accelerator
     from library.distributed.communicator import Communicator
     from library.distributed.fsdp_settings import FSDPSettings
-    from library.optim.optimizers import ParamGroup, build_optimizer
     from library.parallel.fsdp import FSDPStrategy
     from library.parallel.strategy import StrategySettings
 
-    config = parse_config(["--optimizer_type", name, "--learning_rate", "0.01", "--mixed_precision", "no"]).config
-    strategy = FSDPStrategy(
-        Communicator(prepare_accelerator(config)), StrategySettings(fsdp=FSDPSettings(1, 2), trains_base=True)
-    )
+    config = parse_config([*flags, "--learning_rate", "0.01", "--mixed_precision", "no"]).config
+    settings = StrategySettings(fsdp=FSDPSettings(1, 2), trains_base=True)
+    strategy = FSDPStrategy(Communicator(prepare_accelerator(config)), settings)
     models = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -132,20 +143,31 @@ def step_on_shards(name: str) -> float:
     groups = [[ParamGroup("unet", list(model.parameters()), 0.01)] for model in models]
     whole = build_optimizer(config.optim, groups[0])
     _, sharded = strategy.wrap(models[1], build_optimizer(config.optim, groups[1], is_sharded=True))
+    return strategy, models, (whole, sharded)
+
+
+def compute_difference(models) -> float:
+    pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
+    return max(float((one - other.full_tensor()).detach().abs().max()) for one, other in pairs)
+
+
+def step_on_shards(name: str) -> float:
+    """Take three steps with sharded and with whole weights; return the largest difference of the weights."""
+    strategy, models, optimizers = build_sharded_model("--optimizer_type", name)
     for step in range(3):
         inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
         for model in models:
             (100 * model(inputs)).square().sum().backward()
+        parameters = optimizers[1].param_groups[0]["params"]
         norms = [
             torch.nn.utils.clip_grad_norm_(models[0].parameters(), 1.0),
-            strategy.clip_grad_norm(sharded.param_groups[0]["params"], 1.0),
+            strategy.clip_grad_norm(parameters, 1.0),
         ]
         assert torch.allclose(*norms, rtol=1e-6) and norms[0] > 1
-        for optimizer in (whole, sharded):
+        for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
-    difference = max(float((one - other.full_tensor()).detach().abs().max()) for one, other in pairs)
+    difference = compute_difference(models)
     strategy.comm.destroy_process_group()
     return difference
 
@@ -156,6 +178,26 @@ def test_elementwise_optimizers_and_clipping_give_the_same_weights_on_shards(nam
     if name == "Lion":
         pytest.importorskip("pytorch_optimizer")
     assert max(run_on_ranks(2, step_on_shards, name)) < 1e-6
+
+
+def step_with_infinite_gradient(infinite_on: int) -> tuple[bool, float]:
+    """Return whether an fp16 step changed the weights, and the loss scale, if a shard of one rank is infinite."""
+    strategy, models, optimizers = build_sharded_model("--optimizer_type", "AdamW")
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(models[1](torch.ones(1, 6)).sum()).backward()
+    if strategy.comm.rank == infinite_on:
+        get_local_shard(next(models[1].parameters()).grad).fill_(float("inf"))
+    scaler.step(optimizers[1].optimizer)
+    scaler.update()
+    result = compute_difference(models) > 0, scaler.get_scale()
+    strategy.comm.destroy_process_group()
+    return result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("infinite_on", "expected"), [(1, (False, 2.0)), (-1, (True, 4.0))])
+def test_an_infinite_gradient_in_one_shard_skips_the_step_on_all_ranks(infinite_on, expected):
+    assert run_on_ranks(2, step_with_infinite_gradient, infinite_on) == [expected, expected]
 
 
 # memory
@@ -244,3 +286,29 @@ def test_a_sharded_run_goes_on_from_the_checkpoint_of_one_process(even_dataset, 
     train_full(even_dataset, resumed, 2, *RESUMED, "--fsdp")
     for name in ("lora", "lora-ema"):
         assert max_difference(whole / name, resumed / name) < 1e-5
+
+
+# between the steps
+
+
+@pytest.mark.slow
+def test_validation_previews_and_averaged_weights_are_those_of_ddp(tmp_path):
+    """Weights that were gathered for one of them are freed before the next step, and before the average is taken."""
+    flags = all_options_run.build_flags(tmp_path / "data")
+    flags = (*flags, *"--optimizer_type SGD --learning_rate 0.03 --ema_decay 0.5 --clip_skip 2".split())
+    flags = tuple(flag for flag in flags if flag not in ("--scale_weight_norms", "0.05"))
+    ddp, fsdp = tmp_path / "ddp", tmp_path / "fsdp"
+    for folder, more in ((ddp, ()), (fsdp, ("--fsdp", "--no-fsdp_reshard_after_forward"))):
+        run_on_ranks(2, train, *SETTINGS, *flags, "--output_dir", str(folder), *more)
+
+    for name in ("lora", "lora-ema"):
+        assert max_difference(ddp / name, fsdp / name) < 1e-5
+    losses = [all_options_run.read_validation_losses(folder) for folder in (ddp, fsdp)]
+    assert len(losses[0]) == len(losses[1]) == 3
+    for one, other in zip(*losses, strict=True):
+        assert other == pytest.approx(one, rel=1e-4)
+    previews = [sorted((folder / "sample").glob("*.png")) for folder in (ddp, fsdp)]
+    assert len(previews[0]) == len(previews[1]) == 6
+    for one, other in zip(*previews, strict=True):
+        if "_000000_" in one.name:
+            assert one.read_bytes() == other.read_bytes()
