@@ -67,6 +67,9 @@ def _validate_layout(config: RunConfig) -> Iterator[Problem]:
     for name, size in config.parallel.model_parallel_sizes.items():
         if size > 1 and name != "cp_size":
             yield Problem(name, "not supported with train full", fix, value=str(size), others=adapter)
+    if config.sharding.fsdp_offload_params and config.distributed.mixed_precision == "fp16":
+        text = "fp16 scales gradients on the device, and fsdp_offload_params keeps those of train full in host memory"
+        yield Problem("mixed_precision", text, "use bf16 or no", value="fp16", others=("fsdp_offload_params", *adapter))
     if config.parallel.device_map is not None:
         yield Problem("device_map", "not supported with train full", fix, others=adapter)
 

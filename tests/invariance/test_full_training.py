@@ -188,6 +188,7 @@ def test_weights_are_written_in_shards_with_an_index_and_cast(tmp_path):
         ("--tp_size 2", "tp_size"),
         ("--pp_size 2", "pp_size"),
         ("--device_map balanced", "device_map"),
+        ("--fsdp --fsdp_offload_params --mixed_precision fp16", "mixed_precision"),
         ("--gpu_memory 12GB", "gpu_memory"),
         ("--network_weights pyproject.toml", "network_weights"),
         ("--training_adapter pyproject.toml", "training_adapter"),
