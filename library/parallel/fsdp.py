@@ -93,22 +93,18 @@ class FSDPStrategy(DeviceMeshStrategy):
             # The output layers are needed first in backward, and some parameters are used outside of the forward.
             fully_shard(module, reshard_after_forward=False, **options)
         assert_sharded(module, trainable, self.shard_mesh)
-        if self.trains_base and self.device.type == "cpu":
-            root: Any = module  # gloo has no averages: FSDP then divides after the sum
-            root.set_force_sum_reduction_for_comms(True)
-        if self.trains_base and self.dims.cp > 1:
-            root = module
-            root.set_gradient_divide_factor(float(self.comm.world_size * self.dims.cp))
-
-    def _list_sharded_modules(self) -> list[FSDPModule]:
-        return [module for module in self.unwrap_model(self.model).modules() if isinstance(module, FSDPModule)]
+        for sharded in _list_sharded_modules(module) if self.trains_base else ():
+            if self.device.type == "cpu":  # gloo has no averages: FSDP then divides after the sum
+                sharded.set_force_sum_reduction_for_comms(True)
+            if self.dims.cp > 1:
+                sharded.set_gradient_divide_factor(float(self.comm.world_size * self.dims.cp))
 
     def compute_gradients(
         self, task: TrainingTask, batches: Sequence[PixelBatch], num_samples: int, step: int
     ) -> Tensor:
         if not self.trains_base:
             return super().compute_gradients(task, batches, num_samples, step)
-        modules = self._list_sharded_modules()
+        modules = _list_sharded_modules(self.unwrap_model(self.model))
 
         def start_micro_batch(is_last: bool) -> AbstractContextManager[Any]:
             for module in modules:  # HSDP: between replicas, once per step
@@ -135,8 +131,13 @@ class FSDPStrategy(DeviceMeshStrategy):
             try:
                 yield
             finally:
-                for module in self._list_sharded_modules() if self.trains_base else ():
+                for module in _list_sharded_modules(self.unwrap_model(self.model)) if self.trains_base else ():
                     module.reshard()
+
+
+def _list_sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    """List the modules whose parameters FSDP shards as a unit."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 @contextmanager
