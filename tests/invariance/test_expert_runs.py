@@ -93,6 +93,10 @@ LAYOUTS = {
     "FSDP": (2, ("--fsdp",)),
     "recovery": (1, ("--gradient_accumulation_steps", "2", "--on_oom", "recover")),
     "swapped blocks": (1, ("--gradient_accumulation_steps", "2", "--blocks_to_swap", "3", "--gradient_checkpointing")),
+    "idle expert in host memory": (
+        1,
+        "--gradient_accumulation_steps 2 --blocks_to_swap 4 --block_swap_ring_size 2".split(),
+    ),
 }
 
 
