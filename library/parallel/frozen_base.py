@@ -82,10 +82,15 @@ def _select_class(layer: nn.Module, model: ModelConfig) -> type[FrozenLayer] | N
     return None
 
 
+def list_experts(denoiser: nn.Module) -> list[nn.Module]:
+    """List the experts of a denoiser, of which each step uses one; most have a single one."""
+    return [*denoiser.children()] if getattr(denoiser, "is_partly_idle", False) else [denoiser]
+
+
 def _number_experts(denoiser: nn.Module, blocks: Sequence[nn.Module]) -> list[int]:
-    """Number the experts that the blocks are of: the children of a denoiser of which each step uses one."""
-    experts = list(denoiser.children()) if getattr(denoiser, "is_partly_idle", False) else [denoiser]
-    numbers = {module: number for number, expert in enumerate(experts) for module in expert.modules()}
+    """Number the experts that the blocks are of."""
+    experts = enumerate(list_experts(denoiser))
+    numbers = {module: number for number, expert in experts for module in expert.modules()}
     return [numbers[block] for block in blocks]
 
 
