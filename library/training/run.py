@@ -55,6 +55,7 @@ from .preview import Preview
 from .resume import Resume
 from .save_adapter import SaveAdapter
 from .save_model import SaveModel
+from .save_single_file import SaveSingleFile, saves_single_file
 from .save_weights import SaveWeights
 from .setup import build_run, load_training_pipeline, prepare_dataset
 from .state import Callback, StopRequested, TrainingRun
@@ -260,7 +261,8 @@ def _build_saver(
     """Build the callback that saves the LoRA file, or the model of a full training."""
     config, started_at, retention = run.config.save, resume.started_at, resume.restore_retention()
     if adapter is None:
-        return SaveModel(config, detected, prepared, started_at, retention)
+        kind = SaveSingleFile if saves_single_file(run.config, run.task.family, detected) else SaveModel
+        return kind(config, detected, prepared, started_at, retention)
     return SaveAdapter(config, adapter, prepared, started_at, retention)
 
 

@@ -59,7 +59,7 @@ class SaveModel(SaveWeights):
     def _save_files(self, run: TrainingRun, path: Path) -> list[Path]:
         trained = run.strategy.unwrap_model(run.model)
         models = [
-            TrainedComponent(name, model, _collect_tensors(model))
+            TrainedComponent(name, model, collect_tensors(model))
             for name, model in trained.named_children()
             if any(parameter.requires_grad for parameter in model.parameters())
         ]
@@ -96,14 +96,14 @@ class SaveModel(SaveWeights):
         index, pipe = dict(read_required(read, INDEX_FILE)), run.task.pipe
         metadata = {"format": "pt", **self._build_metadata(run)}
         dtype = None if self.config.save_precision is None else SAVE_DTYPES[self.config.save_precision]
-        merged = _list_merged_components(run)
+        merged = list_merged_components(run)
         for name, entry in list(index.items()):
             if not is_component(entry):
                 continue
             if name in models:
                 write_component(folder / name, models[name], dtype, metadata, read_weight)
             elif name in merged:
-                component = TrainedComponent(name, merged[name], _collect_tensors(merged[name]))
+                component = TrainedComponent(name, merged[name], collect_tensors(merged[name]))
                 write_component(folder / name, component, dtype, metadata)
             elif name == "scheduler":
                 pipe.scheduler.save_pretrained(folder / name)
@@ -133,7 +133,7 @@ class SaveModel(SaveWeights):
         return True
 
 
-def _list_merged_components(run: TrainingRun) -> dict[str, nn.Module]:
+def list_merged_components(run: TrainingRun) -> dict[str, nn.Module]:
     """List the loaded components that may differ from the base model by ``base_weights``."""
     names = list_adaptable_components(run.task.family) if run.config.adapter.base_weights else ()
     found = {name: getattr(run.task.pipe, name, None) for name in names}
@@ -149,7 +149,8 @@ class TrainedComponent:
     tensors: Mapping[str, Tensor]
 
 
-def _collect_tensors(model: nn.Module) -> dict[str, Tensor]:
+def collect_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Collect the weights of a component by their names in files."""
     return {clean_parameter_name(name): tensor for name, tensor in model.state_dict().items()}
 
 

@@ -194,7 +194,6 @@ def test_weights_are_written_in_shards_with_an_index_and_cast(tmp_path):
         ("--training_adapter pyproject.toml", "training_adapter"),
         ("--mixed_precision fp8", "mixed_precision"),
         ("--train_text_encoder --stop_text_encoder_training 5", "stop_text_encoder_training"),
-        ("--save_model_as safetensors", "save_model_as"),
         ("--train_modules (", "train_modules"),
         ("--blank_prompt_preservation_multiplier 1", "blank_prompt_preservation_multiplier"),
     ],
