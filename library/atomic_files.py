@@ -2,9 +2,13 @@
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+FileEntry = Mapping[str, Any]
+"""The size and the SHA-256 of a file."""
 
 _READ_CHUNK_BYTES = 2**24
 
@@ -38,6 +42,11 @@ def compute_sha256(file: Path) -> str:
         while chunk := opened.read(_READ_CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def describe_file(path: Path) -> FileEntry:
+    """Return the size and the SHA-256 of a file."""
+    return {"size": path.stat().st_size, "sha256": compute_sha256(path)}
 
 
 def fsync_file(path: Path) -> None:

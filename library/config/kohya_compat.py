@@ -215,14 +215,6 @@ KOHYA_OPTIONS: dict[str, OptionVerdict] = {
     "use_sage_attn": UnsupportedOption("SageAttention has no backward pass; use --attn_mode flash"),
     "fp8_vl": TEXT_PRECISION,
     # saving
-    "save_model_as": UnsupportedOption(
-        "LoRA files are safetensors; ckpt and pt files can run code when they are opened",
-        ("safetensors",),
-        in_full=UnsupportedOption(
-            "with train full the model is saved as a folder of diffusers; use diffusers_safetensors",
-            ("diffusers_safetensors", "diffusers"),
-        ),
-    ),
     # model families
     "controlnet_model_name_or_path": NoEffectOption("for ControlNets only; sd-scripts does not read it for a LoRA"),
     **dict.fromkeys(("save_clip", "save_t5xxl", "t5xxl_device", "t5xxl_dtype"), _BROKEN_IN_KOHYA),

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from .option_needs import AnyOf, Has, IsSet, IsUnset, LacksValue, Trait
+from .option_needs import AnyOf, Has, HasValue, IsSet, IsUnset, LacksValue, Trait
 from .options import ALWAYS, define_option
-from .schema_full import IS_LORA
+from .schema_full import IS_FULL, IS_LORA
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,14 @@ class SaveConfig:
         needs=(IS_LORA,),
         changes_result=False,
         musubi_default="kohya",
+    )
+    save_model_as: Literal["safetensors", "diffusers"] | None = define_option(
+        None,
+        "train full: the model as one file with the names of the base model's file, or as a folder of diffusers;"
+        " default: as the base model",
+        needs=(AnyOf((IS_FULL, HasValue("save_model_as", ("safetensors",))), "LoRA files are safetensors"),),
+        changes_result=False,
+        value_aliases=(("diffusers_safetensors", "diffusers"),),
     )
     save_every_n_epochs: int | None = define_option(
         None, "save a LoRA file every n epochs", minimum=1, needs=(IsUnset("save_n_epoch_ratio"),), changes_result=False

@@ -5,9 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..problems import Problem
-from .option_needs import Trait
 from .schema import RunConfig
-from .unused_options import list_config_traits
 
 _FROZEN_ONLY = "for frozen weights, and train full trains them"
 
@@ -65,16 +63,15 @@ def _validate_base_options(config: RunConfig) -> Iterator[Problem]:
 
 def _validate_layout(config: RunConfig) -> Iterator[Problem]:
     """Refuse the strategies that take all trained weights to be adapters, which every rank holds."""
-    fix, adapter = "use DDP or one process", ("train",)
+    fix, adapter = "use --fsdp, DDP or one process", ("train",)
     for name, size in config.parallel.model_parallel_sizes.items():
-        if size > 1:
+        if size > 1 and name != "cp_size":
             yield Problem(name, "not supported with train full", fix, value=str(size), others=adapter)
+    if config.sharding.fsdp_offload_params and config.distributed.mixed_precision == "fp16":
+        text = "fp16 scales gradients on the device, and fsdp_offload_params keeps those of train full in host memory"
+        yield Problem("mixed_precision", text, "use bf16 or no", value="fp16", others=("fsdp_offload_params", *adapter))
     if config.parallel.device_map is not None:
         yield Problem("device_map", "not supported with train full", fix, others=adapter)
-    traits = list_config_traits(config)
-    for trait, option in ((Trait.FSDP, "fsdp"), (Trait.DEEPSPEED, "deepspeed")):
-        if traits[trait] is None:
-            yield Problem(option, "not supported with train full", fix, others=adapter)
 
 
 def _validate_text_encoders(config: RunConfig) -> Iterator[Problem]:

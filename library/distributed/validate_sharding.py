@@ -130,7 +130,11 @@ def validate_deepspeed(config: RunConfig, world: World) -> Iterator[Problem]:
         launched = None if config.sharding.fsdp else Place(flag="the launcher's FSDP")
         yield Problem("fsdp", "DeepSpeed is requested as well", "use one of the two", launched)
     if distributed.full_bf16:
-        yield Problem("full_bf16", "DeepSpeed keeps adapters in fp32", "remove it, and use --mixed_precision bf16")
+        kept = "trained weights" if config.adapter.is_full else "adapters"
+        yield Problem("full_bf16", f"DeepSpeed keeps {kept} in fp32", "remove it, and use --mixed_precision bf16")
+    if config.adapter.is_full and settings.stage == 3:
+        fix = "use --fsdp, which shards as much, or --zero_stage 1 or 2"
+        yield Problem("train", "ZeRO stage 3 is for frozen models, and full trains the model", fix, value="full")
     if config.train.on_oom != "fail":
         yield Problem(
             "on_oom",

@@ -17,6 +17,9 @@ from ..distributed.devices import HOST
 from ..errors import UserError
 from ..problems import report_file
 
+ReadWeight = Callable[[Tensor], Tensor]
+"""Returns a weight as a whole, of which each process may hold a part."""
+
 MAX_SHARD_BYTES = 10 * 10**9
 """The size of a shard, as diffusers' ``save_pretrained`` has it by default."""
 
@@ -34,6 +37,11 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = {
 }
 
 
+def read_whole(weight: Tensor) -> Tensor:
+    """Return a weight that this process holds as a whole."""
+    return weight
+
+
 def write_weights(
     folder: Path,
     stem: str,
@@ -41,16 +49,20 @@ def write_weights(
     dtype: torch.dtype | None,
     metadata: Mapping[str, str],
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    read_weight: ReadWeight = read_whole,
 ) -> list[Path]:
-    """Write ``STEM.safetensors``, or shards with their index, cast to ``dtype``; read all back and compare them."""
+    """Write ``STEM.safetensors``, or shards with their index, cast to ``dtype``; read all back and compare them.
+
+    ``read_weight`` returns a weight as a whole, of which each process may hold a part; it is called for one at a time.
+    """
     shards = _split_into_shards(tensors, dtype, max_shard_bytes)
     paths, weight_map = list[Path](), dict[str, str]()
     for number, names in enumerate(shards):
         shard = f"{stem}-{number + 1:05d}-of-{len(shards):05d}" if len(shards) > 1 else stem
         path = folder / f"{shard}.safetensors"
         part = {name: tensors[name] for name in names}
-        write_safetensors(path, part, dtype, metadata)
-        verify_safetensors(path, part, dtype)
+        write_safetensors(path, part, dtype, metadata, read_weight=read_weight)
+        verify_safetensors(path, part, dtype, read_weight)
         paths.append(path)
         weight_map |= dict.fromkeys(names, path.name)
     if len(shards) > 1:
@@ -61,7 +73,12 @@ def write_weights(
 
 
 def write_safetensors(
-    path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype | None, metadata: Mapping[str, str]
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype | None,
+    metadata: Mapping[str, str],
+    *,
+    read_weight: ReadWeight = read_whole,
 ) -> None:
     """Write one file; a weight that is not finite after the cast is an error."""
     names = sorted(tensors, key=lambda name: -_get_dtype(tensors[name], dtype).itemsize)  # keeps every tensor aligned
@@ -76,7 +93,7 @@ def write_safetensors(
     ]
 
     def iter_bytes(entry: TensorEntry) -> Iterator[memoryview]:
-        values = cast_weight(tensors[entry.name], dtype)
+        values = cast_weight(read_weight(tensors[entry.name]), dtype)
         if values.is_floating_point() and not bool(values.isfinite().all()):
             raise UserError(report_file(path, f"{entry.name} is not finite, or overflows {values.dtype}"))
         yield values.flatten().view(torch.uint8).numpy().data
@@ -122,13 +139,15 @@ def write_tensor_stream(
     fsync_file(path)
 
 
-def verify_safetensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
+def verify_safetensors(
+    path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype | None, read_weight: ReadWeight = read_whole
+) -> None:
     """Read a file back with the library that others use, and compare every tensor with that in memory, to the bit."""
     with safe_open(path, "pt") as file:
         if set(file.keys()) != set(tensors):
             raise UserError(report_file(path, "has other tensors than were written"))
         for name, tensor in tensors.items():
-            if not torch.equal(file.get_tensor(name), cast_weight(tensor, dtype)):
+            if not torch.equal(file.get_tensor(name), cast_weight(read_weight(tensor), dtype)):
                 raise UserError(report_file(path, f"{name} reads back other than written", "the disk may be faulty"))
 
 

@@ -97,13 +97,16 @@ def convert_weights(
     rows = RowNumbers(weights)
     if not rows.is_empty:
         try:
-            return rows.restore(_convert(model, rows.stand_ins, prefix, conversion))
+            return rows.restore(convert_keys(model, rows.stand_ins, prefix, conversion))
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             logger.info("its stored weights are dequantized before their keys are converted: %s", error)
-    return _convert(model, dequantize_all(weights), prefix, conversion)
+    return convert_keys(model, dequantize_all(weights), prefix, conversion)
 
 
-def _convert(model: Any, tensors: Mapping[str, Tensor], prefix: str, conversion: KeyConversion) -> Mapping[str, Tensor]:
+def convert_keys(
+    model: Any, tensors: Mapping[str, Tensor], prefix: str, conversion: KeyConversion
+) -> Mapping[str, Tensor]:
+    """Convert tensors of a component in a single file to those of diffusers or transformers."""
     if type(model).__module__.startswith("transformers."):
         return _convert_text_encoder_keys(model, tensors, prefix, conversion)
     renamed = {_rename_start(name, conversion.renames, prefix): tensor for name, tensor in tensors.items()}

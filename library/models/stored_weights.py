@@ -154,7 +154,7 @@ class RowNumbers:
             total += each.shape[0]
         starts = iter(self._starts)
         self.stand_ins = {
-            key: _number_rows(each, next(starts)) if isinstance(each, StoredWeight) else each
+            key: number_rows(each.shape, next(starts)) if isinstance(each, StoredWeight) else each
             for key, each in weights.items()
         }
 
@@ -197,9 +197,10 @@ class RowNumbers:
             first, count = first + taken, count - taken
 
 
-def _number_rows(weight: StoredWeight, first: int) -> Tensor:
-    rows = torch.arange(first, first + weight.shape[0])
-    return rows.view(-1, *[1] * (len(weight.shape) - 1))
+def number_rows(shape: Sequence[int], first: int) -> Tensor:
+    """Return the numbers of the rows of a weight, as a tensor that has a size of 1 in its other dimensions."""
+    rows = torch.arange(first, first + (shape[0] if shape else 1))
+    return rows.view(-1, *[1] * (len(shape) - 1)) if shape else rows[0]
 
 
 def dequantize_all(weights: Mapping[str, Tensor | StoredWeight]) -> dict[str, Tensor]:

@@ -30,8 +30,13 @@ class ParamGroup:
     lr: float
 
 
-def build_optimizer(config: OptimConfig, param_groups: Sequence[ParamGroup]) -> torch.optim.Optimizer:
-    """Build the optimizer; a mistake in its name or arguments raises ``UserError``."""
+def build_optimizer(
+    config: OptimConfig, param_groups: Sequence[ParamGroup], *, is_sharded: bool = False
+) -> torch.optim.Optimizer:
+    """Build the optimizer; a mistake in its name or arguments raises ``UserError``.
+
+    ``is_sharded``: its parameters will be replaced by shards (DTensors), for which torch 2.13 has no fused SGD.
+    """
     info = resolve_optimizer(config.optimizer_type)
     optimizer_class = _import_optimizer_class(info, config.optimizer_type)
     arguments = _build_optimizer_args(config, info, optimizer_class)
@@ -40,16 +45,22 @@ def build_optimizer(config: OptimConfig, param_groups: Sequence[ParamGroup]) -> 
     if uses_relative_step(config):  # Adafactor accepts no learning rate then, in no group
         groups, lr = [{"params": list(group.parameters)} for group in param_groups], None
     try:
-        return _instantiate_optimizer(optimizer_class, groups, {"lr": lr, **arguments})
+        arguments = {"lr": lr, **arguments}
+        can_fuse = not (is_sharded and optimizer_class is torch.optim.SGD)
+        return _instantiate_optimizer(optimizer_class, groups, arguments, can_fuse=can_fuse)
     except (TypeError, ValueError, AssertionError, NotImplementedError) as error:
         raise UserError(Problem("optimizer_args", f"{config.optimizer_type or 'AdamW'}: {error}")) from None
 
 
 def _instantiate_optimizer(
-    optimizer_class: type[torch.optim.Optimizer], param_groups: list[dict[str, Any]], arguments: dict[str, Any]
+    optimizer_class: type[torch.optim.Optimizer],
+    param_groups: list[dict[str, Any]],
+    arguments: dict[str, Any],
+    *,
+    can_fuse: bool,
 ) -> torch.optim.Optimizer:
     """Use the fused implementation of torch optimizers where the device has one, unless the arguments choose."""
-    has_fused = (
+    has_fused = can_fuse and (
         optimizer_class is getattr(torch.optim, optimizer_class.__name__, None)
         and "fused" in inspect.signature(optimizer_class).parameters
     )

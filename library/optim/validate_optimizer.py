@@ -8,6 +8,7 @@ import torch
 from ..config.schema_optim import OptimConfig
 from ..errors import UserError
 from ..problems import Problem
+from .arguments import parse_keyword_args
 from .lr_schedulers import build_lr_schedule
 from .optimizer_names import OPTIMIZERS
 from .optimizers import ParamGroup, build_optimizer, resolve_optimizer
@@ -54,15 +55,32 @@ def validate_lr_schedule(config: OptimConfig) -> Iterator[Problem]:
         yield from error.problems
 
 
+WHOLE_TENSOR_REASONS = {
+    "transformers.optimization.Adafactor": "averages over the rows and columns of each matrix",
+    "pytorch_optimizer.CAME": "averages over the rows and columns of each matrix",
+    "torch.optim.Muon": "orthogonalizes whole matrices",
+    "bitsandbytes.": "quantizes its state in blocks of whole tensors",
+    "pytorch_optimizer.ScheduleFree": "switches between two sets of whole weights",
+}
+"""Why an optimizer, by the start of its import path, does not update each element on its own."""
+
+
 def validate_elementwise_optimizer(config: OptimConfig, engine: str) -> Iterator[Problem]:
-    """An engine that shards flattened parameters gives wrong results with optimizers that need whole tensors."""
-    if resolve_optimizer(config.optimizer_type).import_path not in ELEMENTWISE_OPTIMIZERS:
-        yield Problem(
-            "optimizer_type",
-            f"needs whole tensors, but {engine} shards them over processes",
-            "use AdamW, Adam, SGD or Lion, or --fsdp instead",
-            value=config.optimizer_type,
-        )
+    """An engine that shards parameters gives wrong results with optimizers that need whole tensors."""
+    info = resolve_optimizer(config.optimizer_type)
+    arguments = parse_keyword_args(config.optimizer_args, "optimizer_args")
+    if engine == "FSDP" and info.import_path == "torch.optim.SGD" and arguments.get("fused"):
+        yield Problem("optimizer_args", "torch has no fused SGD for weights that FSDP shards", "remove fused=True")
+    if info.import_path in ELEMENTWISE_OPTIMIZERS:
+        return
+    known = (reason for start, reason in WHOLE_TENSOR_REASONS.items() if info.import_path.startswith(start))
+    reason = "computes its step size from all weights" if info.is_lr_free else next(known, "")
+    yield Problem(
+        "optimizer_type",
+        f"needs whole tensors{f' (it {reason})' if reason else ''}, but {engine} shards them over processes",
+        f"use AdamW, Adam, SGD or Lion{', or train lora' if engine == 'FSDP' else ', or --fsdp instead'}",
+        value=config.optimizer_type,
+    )
 
 
 def find_learning_rate_warnings(config: OptimConfig, param_groups: Sequence[ParamGroup]) -> list[str]:

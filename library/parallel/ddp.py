@@ -75,7 +75,7 @@ class DDPStrategy(Strategy):
         total = self.gradient_accumulation.accumulate_without_sync(self.model, task, batches, num_samples, step)
         self.straggler_monitor.mark_gradients_ready()
         with record_phase("communication"):
-            return total, FlatGradients(self.model) if self.comm.world_size > 1 else None
+            return total, FlatGradients(self.model.parameters()) if self.comm.world_size > 1 else None
 
     def _all_reduce_gradients(self, total: Tensor, gradients: FlatGradients | None) -> Tensor:
         if gradients is not None:

@@ -22,6 +22,7 @@ from .context_parallel import ContextParallel
 from .gradient_accumulation import TrainingTask
 from .gradient_sync import all_reduce_gradients
 from .parallel_plan import ParallelPlan
+from .sharded_weights import replace_optimizer_parameters
 from .strategy import Strategy, StrategySettings
 from .tensor_parallel import TensorParallel
 from .ulysses import ProcessGroupAllToAll
@@ -69,6 +70,7 @@ class DeviceMeshStrategy(Strategy):
     def wrap(self, model: nn.Module, optimizer: Optimizer, plan: ParallelPlan | None = None) -> tuple[nn.Module, Any]:
         plan = plan or ParallelPlan()
         denoiser = plan.denoiser or model
+        names = {parameter: name for name, parameter in model.named_parameters()}
         with self._disable_accelerate_compile():
             if self.tensor_parallel is not None:
                 full_size = _count_bytes(denoiser)
@@ -85,6 +87,7 @@ class DeviceMeshStrategy(Strategy):
                 self.context_parallel.wrap_sequence_ends()
             # Adds autocast; does not move or wrap the model.
             self.model = self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+        replace_optimizer_parameters(optimizer, names, dict(model.named_parameters()))
         self.optimizer = self.accelerator.prepare_optimizer(optimizer)
         return self.model, self.optimizer
 
@@ -118,7 +121,9 @@ class DeviceMeshStrategy(Strategy):
 
     def _all_reduce_gradients(self, divisor: int) -> None:
         partial = set() if self.tensor_parallel is None else self.tensor_parallel.partial_grad_parameters
-        all_reduce_gradients(self.model, self.dims, divisor, partial)
+        # A weight of the model without any gradient has no part in the result, and must not be decayed.
+        include_missing = self.dims.model_parallel_size > 1 and not self.trains_base
+        all_reduce_gradients(self.model, self.dims, divisor, partial, include_missing=include_missing)
 
     def _all_reduce_loss(self, loss: Tensor) -> Tensor:
         """Count the loss once per group of ranks that share images."""

@@ -1,22 +1,24 @@
 """FSDP2 (``fully_shard``): which blocks are wrapped; the frozen model is sharded, LoRA adapters are replicated.
 
 The adapter is whole on every rank because it is small: optimizers that look at all weights (Prodigy), clipping, EMA,
-files and checkpoints then need to know nothing of sharding.
+files and checkpoints then need to know nothing of sharding.  With ``--train full`` the trained weights are those of the
+model, so they are sharded like frozen ones, and with them their gradients (reduce-scatter) and optimizer state.
 There is no ``MixedPrecisionPolicy``: autocast, which every other strategy uses as well, sets the dtype of each kernel.
 """
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
+from ..dataloader.batch import PixelBatch
 from ..distributed.communicator import Communicator
 from ..distributed.devices import HOST
 from ..distributed.fsdp_settings import FSDPSettings
@@ -24,6 +26,8 @@ from ..errors import ConfigError
 from ..problems import Problem
 from ..registry import copy_class_name
 from .device_mesh_strategy import DeviceMeshStrategy
+from .gradient_accumulation import TrainingTask
+from .gradient_clipping import clip_sharded_grad_norm
 from .parallel_plan import ParallelPlan
 from .strategy import StrategySettings
 from .validate_engines import raise_problems, validate_fsdp_classes
@@ -32,9 +36,10 @@ logger = logging.getLogger(__name__)
 
 
 class FSDPStrategy(DeviceMeshStrategy):
-    """Shards frozen parameters and all-gathers (unshards) those of a block when it runs.
+    """Shards the weights of the model and all-gathers (unshards) those of a block when it runs.
 
-    Adapters are ignored by FSDP, so optimizers, checkpoints and LoRA files are the same as with DDP.
+    Adapters are ignored by FSDP, so optimizers, checkpoints and LoRA files are the same as with DDP.  Without adapters
+    the optimizer gets the sharded weights (DTensors).
     """
 
     def __init__(self, comm: Communicator, settings: StrategySettings):
@@ -45,6 +50,9 @@ class FSDPStrategy(DeviceMeshStrategy):
         mesh = init_device_mesh(self.device.type, (*sizes.values(),), mesh_dim_names=(*sizes,))
         names = ("dp_replicate", "dp_shard") if fsdp.dp_replicate > 1 else ("dp_shard",)
         self.shard_mesh: DeviceMesh = mesh[names]
+        if self.trains_base:
+            self.optimizer_sharding_engine = "FSDP"
+            self.shard_group = mesh.get_group("dp_shard")
         comm.set_group_timeouts()
 
     def wrap(self, model: nn.Module, optimizer: Optimizer, plan: ParallelPlan | None = None) -> tuple[nn.Module, Any]:
@@ -68,8 +76,10 @@ class FSDPStrategy(DeviceMeshStrategy):
             self.shard_module(child)
 
     def shard_module(self, module: nn.Module) -> None:
-        """Shard the frozen parameters of each block of a module, then those of the module itself."""
+        """Shard the parameters of each block of a module, then those of the module itself; adapters are ignored."""
         trainable = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        if self.trains_base:
+            trainable = {}
         policy = CPUOffloadPolicy(pin_memory=self.pins_memory) if self.settings.offload_params else OffloadPolicy()
         options: dict[str, Any] = {
             "mesh": self.shard_mesh,
@@ -83,6 +93,51 @@ class FSDPStrategy(DeviceMeshStrategy):
             # The output layers are needed first in backward, and some parameters are used outside of the forward.
             fully_shard(module, reshard_after_forward=False, **options)
         assert_sharded(module, trainable, self.shard_mesh)
+        for sharded in _list_sharded_modules(module) if self.trains_base else ():
+            if self.device.type == "cpu":  # gloo has no averages: FSDP then divides after the sum
+                sharded.set_force_sum_reduction_for_comms(True)
+            if self.dims.cp > 1:
+                sharded.set_gradient_divide_factor(float(self.comm.world_size * self.dims.cp))
+
+    def compute_gradients(
+        self, task: TrainingTask, batches: Sequence[PixelBatch], num_samples: int, step: int
+    ) -> Tensor:
+        if not self.trains_base:
+            return super().compute_gradients(task, batches, num_samples, step)
+        modules = _list_sharded_modules(self.unwrap_model(self.model))
+
+        def start_micro_batch(is_last: bool) -> AbstractContextManager[Any]:
+            for module in modules:  # HSDP: between replicas, once per step
+                module.set_requires_all_reduce(is_last, recurse=False)
+            context: AbstractContextManager[Any] = self.accelerator.accumulate(self.model)
+            return context
+
+        accumulate = self.gradient_accumulation.accumulate_in_shards
+        return self._all_reduce_loss(accumulate(start_micro_batch, task, batches, num_samples, step))
+
+    def _all_reduce_gradients(self, divisor: int) -> None:
+        if not self.trains_base:  # else FSDP has reduced them in the backward pass
+            super()._all_reduce_gradients(divisor)
+
+    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+        if not self.trains_base:
+            return super().clip_grad_norm(parameters, max_norm)
+        return clip_sharded_grad_norm(self.accelerator, parameters, max_norm, self.sum_over_shards)
+
+    @contextmanager
+    def evaluate(self) -> Iterator[None]:
+        """Run the model without gradients; then free what the last layers gathered, or the next step would use it."""
+        with super().evaluate():
+            try:
+                yield
+            finally:
+                for module in _list_sharded_modules(self.unwrap_model(self.model)) if self.trains_base else ():
+                    module.reshard()
+
+
+def _list_sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    """List the modules whose parameters FSDP shards as a unit."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 @contextmanager

@@ -11,6 +11,7 @@ How gradients are kept from being all-reduced before the last micro-batch:
 | DDP                                  | ``accelerator.accumulate``, all-reduce in the last backward      |
 | DDP, --on_oom recover                | ``accelerator.no_sync``, all-reduce when all ranks are through   |
 | FSDP, tensor and context parallelism | adapters are replicated: all-reduce after the last backward      |
+| FSDP, --train full                   | reduce-scatter in each backward; HSDP: all-reduce in the last    |
 | DeepSpeed                            | the engine's ``set_gradient_accumulation_boundary``              |
 | pipeline                             | micro-batches overlap: torch's schedule sums, in ``pipeline.py`` |
 """
@@ -65,6 +66,17 @@ class GradientAccumulation:
         """Accumulate gradients without collectives; split batches are more than ``accumulate`` counts."""
         no_sync = self._accelerator.no_sync
         return self._run_micro_batches(lambda is_last: no_sync(model), task, batches, num_samples, step)
+
+    def accumulate_in_shards(
+        self,
+        start_micro_batch: Callable[[bool], AbstractContextManager[Any]],
+        task: TrainingTask,
+        batches: Sequence[PixelBatch],
+        num_samples: int,
+        step: int,
+    ) -> Tensor:
+        """Accumulate gradients that FSDP reduces in each backward, so that no rank holds more than its part."""
+        return self._run_micro_batches(start_micro_batch, task, batches, num_samples, step)
 
     def accumulate_in_deepspeed(
         self, engine: Any, task: TrainingTask, batches: Sequence[PixelBatch], num_samples: int, step: int

@@ -2,15 +2,18 @@
 
 The training loop calls ``Strategy.clip_grad_norm`` once per optimizer step, when gradients are accumulated and
 all-reduced and before the NaN guard looks at their norm.  Adapters are whole on every rank, so the norm needs no
-communication; only DeepSpeed shards their gradients, and clips in its own step.
+communication; DeepSpeed shards their gradients, and clips in its own step.  Where FSDP shards the trained weights, each
+rank adds the squares of its part.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+
+from .sharded_weights import get_local_shard
 
 
 def clip_grad_norm(
@@ -19,6 +22,26 @@ def clip_grad_norm(
     """Clip gradients to ``max_norm`` (0: no clipping), unscaling those of fp16; return the norm before clipping."""
     norm = accelerator.clip_grad_norm_(parameters, max_norm or float("inf"))
     return torch.as_tensor(norm, device=device)
+
+
+@torch.no_grad()
+def clip_sharded_grad_norm(
+    accelerator: Accelerator,
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    sum_over_shards: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Clip gradients of which each rank holds a part, as ``clip_grad_norm`` does; the norm is that over all ranks."""
+    accelerator.unscale_gradients()
+    gradients = [get_local_shard(each.grad) for each in parameters if each.grad is not None]
+    norms = torch._foreach_norm([each for each in gradients if each.numel()], 2, torch.float32) if gradients else []
+    squares = torch.stack([norm.square() for norm in norms]).sum() if norms else torch.zeros(())
+    norm = sum_over_shards(squares.to(accelerator.device)).sqrt()
+    if max_norm:
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for gradient in gradients:
+            gradient.mul_(factor.to(gradient.device, gradient.dtype))
+    return norm
 
 
 class DeepSpeedGradientClipping:

@@ -1,4 +1,4 @@
-"""Gradient synchronization: when LoRA gradients are all-reduced, how they are scaled and divided, for every strategy.
+"""Gradient synchronization: when gradients are all-reduced, how they are scaled and divided, for every strategy.
 
 The loss of a micro-batch is the sum over its samples, divided by the samples of the whole optimizer step (of all ranks
 and micro-batches).  So gradients are summed over micro-batches and ranks.  Where accelerate, DDP or DeepSpeed
@@ -14,10 +14,12 @@ average them instead,
 |                         | when no rank ran out of memory           |                    | x world size           |
 | FSDP, tensor parallel,  | flat, over all ranks, after the last     | as DDP             | accumulation steps (a) |
 | context parallel        | micro-batch (adapters are replicated)    |                    | x world size x cp (*)  |
+| FSDP, --train full      | reduce-scatter in backward of every      | as DDP             | accumulation steps (a) |
+|                         | micro-batch; HSDP: all-reduce in the last|                    | x world size (FSDP)    |
 | pipeline                | flat, over all ranks, after the schedule | 1                  | cp (*)                 |
 | DeepSpeed               | in backward, by DeepSpeed                | world size         | world size (DeepSpeed) |
-| gradient probe, warm-up | none with DDP and DeepSpeed,             | 1 (0 before the    | dp x cp (*)            |
-| (``Strategy.backward``) | otherwise flat, over all ranks           | last stage)        |                        |
+| gradient probe, warm-up | none with DDP and DeepSpeed, FSDP's own  | 1 (0 before the    | dp x cp (*)            |
+| (``Strategy.backward``) | with --train full, else flat over all    | last stage)        |                        |
 
 (a) By accelerate, in ``Accelerator.backward``.
 (*) Tensor parallel: gradients that are complete on every rank of a group are divided by tp first; those of adapters in
@@ -25,7 +27,7 @@ sharded layers are partial.  Context parallel: the backward of the all-gather of
 cp ranks, hence the factor cp (``ulysses``).
 """
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from typing import Any, Literal
 
 import torch
@@ -37,6 +39,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..distributed.parallel_dims import ParallelDims
 from ..distributed.step_phases import record_phase
+
+MAX_FLAT_ELEMENTS = 2**27
+"""Elements of gradients that are copied into one tensor for an all-reduce."""
 
 
 def scale_loss(
@@ -51,17 +56,20 @@ def scale_loss(
 class FlatGradients:
     """A copy of all gradients in one tensor.  Creating it allocates memory, the all-reduce does not."""
 
-    def __init__(self, model: nn.Module, *, include_missing: bool = False):
+    def __init__(self, parameters: Iterable[nn.Parameter], *, include_missing: bool = False):
         """``include_missing``: use zeros for trainable parameters without a gradient, which other ranks may have."""
+        parameters = list(parameters)
         if include_missing:
-            for parameter in model.parameters():
+            for parameter in parameters:
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-        self._gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        self._flat = torch.cat([gradient.reshape(-1) for gradient in self._gradients])
+        self._gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        self._flat = torch.cat([gradient.reshape(-1) for gradient in self._gradients]) if self._gradients else None
 
     def all_reduce_mean(self, divisor: int) -> None:
         """Sum over all ranks, divide by ``divisor``, and copy the result to the gradients."""
+        if self._flat is None:
+            return
         dist.all_reduce(self._flat)
         self._flat /= divisor
         parts = torch.split(self._flat, [gradient.numel() for gradient in self._gradients])
@@ -70,16 +78,37 @@ class FlatGradients:
 
 
 def all_reduce_gradients(
-    model: nn.Module, dims: ParallelDims, divisor: int, partial_grad_parameters: Container[nn.Parameter]
+    model: nn.Module,
+    dims: ParallelDims,
+    divisor: int,
+    partial_grad_parameters: Container[nn.Parameter],
+    *,
+    include_missing: bool,
 ) -> None:
-    """All-reduce gradients over all ranks of FSDP, tensor, context and pipeline parallelism; divide by divisor x cp."""
+    """All-reduce gradients over all ranks of FSDP, tensor, context and pipeline parallelism; divide by divisor x cp.
+
+    ``include_missing``: ranks have gradients of different parameters, and use zeros for the others.
+    """
     if dims.tp > 1:
         for parameter in model.parameters():
             if parameter.grad is not None and parameter not in partial_grad_parameters:
                 parameter.grad /= dims.tp
     with record_phase("communication"):
-        gradients = FlatGradients(model, include_missing=dims.model_parallel_size > 1)
-        gradients.all_reduce_mean(divisor * dims.cp)
+        for parameters in group_by_size([each for each in model.parameters() if each.requires_grad]):
+            gradients = FlatGradients(parameters, include_missing=include_missing)
+            gradients.all_reduce_mean(divisor * dims.cp)
+
+
+def group_by_size(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Group parameters so that the flat copy of a group's gradients is small; adapters are one group."""
+    groups, used = list[list[nn.Parameter]](), 0
+    for parameter in parameters:
+        if not groups or used + parameter.numel() > MAX_FLAT_ELEMENTS:
+            groups.append([])
+            used = 0
+        groups[-1].append(parameter)
+        used += parameter.numel()
+    return groups
 
 
 def all_reduce_loss(accelerator: Accelerator, loss: Tensor, *, stop_requested: bool) -> tuple[Tensor, Tensor]:

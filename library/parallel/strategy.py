@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -58,11 +59,14 @@ class Strategy(ABC):
     """Wraps model and optimizer, and computes the gradients of a step on all ranks.
 
     A strategy has a ``Communicator`` (``comm``) and is not one: what only communicates needs no strategy. Whatever it
-    shards, every rank holds all trainable parameters, equal to the bit.
+    shards, every rank holds all adapters, equal to the bit; where the model itself is trained, ``shard_group`` says
+    whether ranks hold parts of its weights.
     """
 
     optimizer_sharding_engine = ""
-    """The engine that shards optimizer state over flattened parameters (DeepSpeed ZeRO), if any."""
+    """The engine that shards optimizer state (DeepSpeed ZeRO, or FSDP where the model itself is trained), if any."""
+    shard_group: dist.ProcessGroup | None = None
+    """The ranks that hold the trained weights together, as DTensors; None where each rank holds all of them."""
     has_collective_forward = False
     """Whether a forward contains collectives, so that all ranks have to run each of them."""
     has_full_model = True
@@ -77,6 +81,8 @@ class Strategy(ABC):
 
     model: nn.Module
     """The wrapped model, after ``wrap``."""
+    optimizer: Any
+    """The optimizer, after ``wrap``."""
 
     def __init__(self, comm: Communicator, settings: StrategySettings):
         self.comm, self.accelerator, self.device = comm, comm.accelerator, comm.device
@@ -228,6 +234,25 @@ class Strategy(ABC):
             return None
         times = torch.tensor([self.straggler_monitor.pop_times()], device=self.device)
         return find_straggler(self.comm.all_gather_tensor(times).tolist())
+
+    @property
+    def shard_rank(self) -> int:
+        """The number of this rank's part of the trained weights; ranks with the same part hold equal bits."""
+        return 0 if self.shard_group is None else self.shard_group.rank()
+
+    def sum_over_shards(self, values: Tensor) -> Tensor:
+        """Sum what each rank computed of its part of the trained weights; a collective where they are sharded."""
+        if self.shard_group is None:
+            return values
+        total = values.to(self.device, copy=True)
+        dist.all_reduce(total, group=self.shard_group)
+        return total.to(values.device)
+
+    @contextmanager
+    def evaluate(self) -> Iterator[None]:
+        """Run the model without gradients within the context."""
+        with torch.no_grad():
+            yield
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
         """Clip gradients to ``max_norm`` (0: no clipping); return the norm before clipping."""

@@ -20,6 +20,7 @@ from ..distributed.config_agreement import find_majority
 from ..distributed.world import format_ranks
 from ..errors import UserError
 from ..optim.optimizers import use_eval_weights
+from ..parallel.sharded_weights import get_local_shard
 from ..report import preview_grid
 from ..report.page import RunSummary, write_report
 from ..trackers import collect_shareable_settings
@@ -166,13 +167,16 @@ class WeightSyncCheck:
         self.check(run)
 
     def check(self, run: TrainingRun) -> None:
-        """Raise ``WeightsDiverged`` on all ranks if the weights of any rank differ."""
-        if run.strategy.comm.world_size == 1:
+        """Raise ``WeightsDiverged`` on all ranks if ranks that should hold the same weights hold others."""
+        strategy = run.strategy
+        if strategy.comm.world_size == 1:
             return
         ema_params = run.ema.shadow_params if run.ema is not None else []
-        hashes = run.strategy.comm.all_gather_object(hash_tensors([*run.parameters, *ema_params]))
-        common = find_majority(hashes)
-        if others := [rank for rank, value in enumerate(hashes) if value != common]:
+        tensors = [get_local_shard(tensor) for tensor in (*run.parameters, *ema_params)]
+        found = strategy.comm.all_gather_object((strategy.shard_rank, hash_tensors(tensors)))
+        hashes = [value for _, value in found]
+        common = {part: find_majority([value for other, value in found if other == part]) for part, _ in found}
+        if others := [rank for rank, (part, value) in enumerate(found) if value != common[part]]:
             who = format_ranks(others, run.strategy.comm.hostnames)
             rest = "rank 0" if len(hashes) == 2 else f"the other {len(hashes) - len(others)} ranks"
             since = f"after the check at step {self.last_equal_step}, where all ranks were equal"

@@ -10,7 +10,7 @@ Here every tensor has a name, nothing is pickled, and another world size or stra
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,10 @@ from ..config.schema_output import StateConfig
 from ..errors import UserError, format_error
 from ..optim.optimizers import load_optimizer_state
 from ..parallel.async_copy import HostSnapshot
+from ..parallel.shard_files import ShardWriter, describe_sharded, shard_whole_tensors, split_sharded
 from ..problems import Problem
 from . import checkpoint_dir
+from .checkpoint_dir import SHARDS_KEY
 from .checkpoint_retention import delete_old_checkpoints
 from .save_weights import SaveWeights
 from .state import SkippedStep, TrainingRun, TrainState
@@ -43,6 +45,7 @@ class SaveCheckpoint:
     def __init__(self, config: StateConfig, save_adapter: SaveWeights, output_dir: Path, metadata: Mapping[str, Any]):
         self.config, self.save_adapter, self.output_dir, self.metadata = config, save_adapter, output_dir, metadata
         self._snapshot = HostSnapshot()
+        self._shard_writer: ShardWriter | None = None
         self._writer: threading.Thread | None = None
         self._error: str | None = None
         self.latest_path: Path | None = None
@@ -60,9 +63,11 @@ class SaveCheckpoint:
         self.save(run, self.save_adapter.list_due_names(run)[-1], pending, is_uploaded)
 
     def save(self, run: TrainingRun, name: str, pending: Sequence[str] = (), is_uploaded: bool = False) -> None:
-        """Start writing a checkpoint on the main rank, and uploading it where that is asked for."""
+        """Start writing a checkpoint, and uploading it where that is asked for; a collective."""
         tree = capture_state(run)  # collective with a sharded optimizer state
-        if run.strategy.comm.is_main:
+        if run.strategy.shard_group is not None:
+            self._start_writing_shards(run, tree, name, pending, is_uploaded)
+        elif run.strategy.comm.is_main:
             self._start_writing(run, tree, name, pending, is_uploaded)
 
     def save_on_this_rank(self, run: TrainingRun, name: str, pending: Sequence[str] = ()) -> Path:
@@ -78,20 +83,55 @@ class SaveCheckpoint:
     def _start_writing(
         self, run: TrainingRun, tree: dict[str, Any], name: str, pending: Sequence[str], is_uploaded: bool = False
     ) -> None:
+        self._wait_for_former_checkpoint()
+        self._snapshot.capture(tree)
+        metadata = self._collect_metadata(run, pending)
+        path = self.output_dir / f"{name}-state"
+
+        def write() -> None:
+            tree, tensors = serialize_state(self._snapshot.wait())
+            checkpoint_dir.write_checkpoint(path, {**metadata, "tree": tree}, tensors)
+            self._finish_checkpoint(path, run, metadata["step"], is_uploaded)
+
+        self._start_thread(path, write)
+
+    def _start_writing_shards(
+        self, run: TrainingRun, tree: dict[str, Any], name: str, pending: Sequence[str], is_uploaded: bool
+    ) -> None:
+        """Start writing on all ranks: each its parts, the main rank the rest when all parts are there."""
+        self._wait_for_former_checkpoint()
+        comm, path = run.strategy.comm, self.output_dir / f"{name}-state"
+        metadata = self._collect_metadata(run, pending)
+        if self._shard_writer is None:
+            self._shard_writer = ShardWriter(comm)
+        writer = self._shard_writer
+        new, error = comm.run_on_main_and_broadcast(lambda: _try_to_create_partial_dir(path))
+        json_tree, tensors = serialize_state(tree)
+        whole, sharded = split_sharded(tensors)
+        self._snapshot.capture(whole)
+        written = None if error else writer.start(new, sharded)
+        metadata |= {"tree": json_tree, SHARDS_KEY: describe_sharded(sharded)}
+
+        def write() -> None:
+            files = writer.finish(new, written, error)
+            if comm.is_main:
+                checkpoint_dir.complete_checkpoint(path, new, metadata, self._snapshot.wait(), files)
+                self._finish_checkpoint(path, run, metadata["step"], is_uploaded)
+
+        self._start_thread(path, write)
+
+    def _wait_for_former_checkpoint(self) -> None:
         self._join_writer()
         if self._error is not None:
             logger.warning("%s; training continues, and the next checkpoint is saved when it is due", self._error)
-        self._snapshot.capture(tree)
+
+    def _collect_metadata(self, run: TrainingRun, pending: Sequence[str]) -> dict[str, Any]:
         metadata = {**self.metadata, **collect_state_metadata(run), "pending": list(pending), "saved_at": time.time()}
-        metadata["files"] = self.save_adapter.retention.to_json()
-        path = self.output_dir / f"{name}-state"
-        self._writer = threading.Thread(
-            target=self._write_checkpoint, args=(path, metadata, run, is_uploaded), daemon=False
-        )
-        self._writer.start()
+        return {**metadata, "files": self.save_adapter.retention.to_json()}
 
     def wait_until_written(self, run: TrainingRun) -> None:
         """Wait until the last checkpoint is on disk; raise on all ranks if it could not be written."""
+        self._join_writer()  # on all ranks, each of which may write a part
         run.strategy.comm.run_on_main(self._finish_writing)
 
     def _finish_writing(self) -> None:
@@ -104,21 +144,38 @@ class SaveCheckpoint:
             self._writer.join()
             self._writer = None
 
-    def _write_checkpoint(self, path: Path, metadata: dict[str, Any], run: TrainingRun, is_uploaded: bool) -> None:
-        try:
-            tree, tensors = serialize_state(self._snapshot.wait())
-            checkpoint_dir.write_checkpoint(path, {**metadata, "tree": tree}, tensors)
-            self._error, self.latest_path = None, path
-            logger.info("checkpoint saved: %s", path)
-            if is_uploaded and self.save_adapter.uploader is not None:
-                self.save_adapter.uploader.upload_checkpoint(path)
-            step, name = metadata["step"], run.config.save.output_name
-            done = run.plan.count_completed_epochs(step)
-            delete_old_checkpoints(self.config, self.output_dir, name, step=step, num_epochs=done)
-        except Exception as error:  # must reach the thread that waits for this one
-            cause = error if isinstance(error, UserError) else getattr(error, "strerror", None) or format_error(error)
-            self._error = f"{path}: the checkpoint cannot be saved: {cause}"
-            checkpoint_dir.remove_partial_checkpoint(path)
+    def _start_thread(self, path: Path, write: Callable[[], None]) -> None:
+        """Run ``write`` in the background; keep its error for the thread that waits for it."""
+
+        def run_and_keep_error() -> None:
+            try:
+                write()
+                self._error = None
+            except Exception as error:
+                named = isinstance(error, UserError)
+                cause = error if named else getattr(error, "strerror", None) or format_error(error)
+                self._error = f"{path}: the checkpoint cannot be saved: {cause}"
+                checkpoint_dir.remove_partial_checkpoint(path)
+
+        self._writer = threading.Thread(target=run_and_keep_error, daemon=False)
+        self._writer.start()
+
+    def _finish_checkpoint(self, path: Path, run: TrainingRun, step: int, is_uploaded: bool) -> None:
+        """Upload a checkpoint that is complete, and delete old ones."""
+        self.latest_path = path
+        logger.info("checkpoint saved: %s", path)
+        if is_uploaded and self.save_adapter.uploader is not None:
+            self.save_adapter.uploader.upload_checkpoint(path)
+        name, done = run.config.save.output_name, run.plan.count_completed_epochs(step)
+        delete_old_checkpoints(self.config, self.output_dir, name, step=step, num_epochs=done)
+
+
+def _try_to_create_partial_dir(path: Path) -> tuple[Path, str | None]:
+    """Create the directory for the parts of all ranks; return it with the error, if there is one."""
+    try:
+        return checkpoint_dir.create_partial_dir(path), None
+    except OSError as error:
+        return path, error.strerror or str(error)
 
 
 def flatten_state(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
@@ -152,7 +209,7 @@ def unflatten_state(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 def capture_state(run: TrainingRun) -> dict[str, Any]:
     """Collect adapter, EMA, optimizer and gradient scaler. Collective with a sharded optimizer state."""
-    names = _name_parameters(run)
+    names = name_parameters(run)
     ema_params = dict(zip(names.values(), run.ema.shadow_params, strict=True)) if run.ema is not None else {}
     scaler = run.strategy.accelerator.scaler
     return {
@@ -188,8 +245,9 @@ def serialize_state(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
 
 def restore_state(run: TrainingRun, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Load a checkpoint into ``run``."""
+    names = name_parameters(run)
+    tensors = shard_whole_tensors(tensors, names)
     tree = {name: unflatten_state(part, tensors) for name, part in metadata["tree"].items()}
-    names = _name_parameters(run)
     _check_shapes(names, tree["adapter"])
     with torch.no_grad():
         for parameter, name in names.items():
@@ -212,7 +270,7 @@ def restore_state(run: TrainingRun, metadata: Mapping[str, Any], tensors: Mappin
     run.bad_samples.problems = dict(metadata["bad_samples"])
 
 
-def _name_parameters(run: TrainingRun) -> dict[nn.Parameter, str]:
+def name_parameters(run: TrainingRun) -> dict[nn.Parameter, str]:
     """Name each trainable parameter once, by its first name in the model."""
     first_names: dict[nn.Parameter, str] = {}
     for name, parameter in run.strategy.unwrap_model(run.model).named_parameters():

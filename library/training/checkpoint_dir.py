@@ -1,6 +1,7 @@
-"""The checkpoint directory: state.json, tensors.safetensors, and files.json with the size and SHA-256 of both.
+"""The checkpoint directory: state.json, tensors.safetensors, and files.json with the size and SHA-256 of each.
 
-A checkpoint is written to a temporary directory, synced to disk and renamed, so that it is complete or absent.
+A checkpoint is written to a temporary directory, synced to disk and renamed, so that it is complete or absent.  Where
+the ranks hold parts of the weights, ``parallel.shard_files`` adds a folder with the parts.
 Old ones are deleted by ``training.checkpoint``, old LoRA files by ``training.save_adapter``.
 """
 
@@ -18,10 +19,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..atomic_files import compute_sha256, fsync_dir, fsync_file
+from ..atomic_files import FileEntry, compute_sha256, describe_file, fsync_dir, fsync_file
 
 CHECKPOINT_FORMAT_VERSION = 1
 TENSORS_FILE, METADATA_FILE, FILE_LIST = "tensors.safetensors", "state.json", "files.json"
+
+SHARDS_KEY = "shards"
+"""The key of state.json that lists the dtype and the shape of each sharded tensor."""
 
 LEGACY_KEYS = {
     "owed": "pending",
@@ -63,22 +67,37 @@ class CheckpointInfo:
         return int(self.metadata.get("run", 0)), self.step, float(self.metadata["saved_at"])
 
 
-def write_checkpoint(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Replace ``path`` atomically; raises ``OSError`` or ``SafetensorError``."""
+def create_partial_dir(path: Path) -> Path:
+    """Create the directory in which a checkpoint is written before it gets its name."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new, old = _get_partial_path(path), path.with_name(f".{path.name}.old")
+    new = _get_partial_path(path)
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir()
+    return new
+
+
+def write_checkpoint(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Replace ``path`` atomically; raises ``OSError`` or ``SafetensorError``."""
+    complete_checkpoint(path, create_partial_dir(path), metadata, tensors)
+
+
+def complete_checkpoint(
+    path: Path,
+    new: Path,
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    other_files: Mapping[str, FileEntry] | None = None,
+) -> None:
+    """Write the files of a checkpoint to ``new``, beside ``other_files`` that are there, and give it its name."""
+    old = path.with_name(f".{path.name}.old")
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, new / TENSORS_FILE)
     (new / METADATA_FILE).write_text(
         json.dumps({"format": CHECKPOINT_FORMAT_VERSION, **metadata}, ensure_ascii=False, indent=1), "utf-8"
     )
-    listed = {
-        name: {"size": (new / name).stat().st_size, "sha256": compute_sha256(new / name)}
-        for name in (TENSORS_FILE, METADATA_FILE)
-    }
-    for name in listed:
+    own = {name: describe_file(new / name) for name in (TENSORS_FILE, METADATA_FILE)}
+    for name in own:
         fsync_file(new / name)
+    listed = {**own, **(other_files or {})}
     (new / FILE_LIST).write_text(json.dumps(listed, indent=1), "utf-8")
     fsync_file(new / FILE_LIST)
     fsync_dir(new)

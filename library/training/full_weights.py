@@ -21,6 +21,7 @@ from ..models.base import Family
 from ..models.facts import FamilyFacts
 from ..models.trained_components import get_component_lr, select_trained_text_encoders
 from ..optim.optimizers import ParamGroup, use_eval_weights
+from ..parallel.sharded_weights import get_local_shard
 from ..problems import Problem
 from .callbacks import UpdateNorms, combine_norms, group_norms_by_layer_type
 from .state import TrainingRun
@@ -91,9 +92,9 @@ def format_full_summary(modules: TrainableModules) -> list[str]:
 
 
 def sample_elements(weight: Tensor) -> Tensor:
-    """Copy some elements of a weight, spread evenly over it, to host memory."""
-    flat = weight.detach().reshape(-1)
-    stride = -(-flat.numel() // MAX_SAMPLED_ELEMENTS)
+    """Copy some elements of a weight, or of the part on this rank, spread evenly over it, to host memory."""
+    flat = get_local_shard(weight.detach()).reshape(-1)
+    stride = max(1, -(-flat.numel() // MAX_SAMPLED_ELEMENTS))
     return flat[::stride].to(HOST, torch.float32, copy=True)
 
 
@@ -112,10 +113,10 @@ class WeightChanges(UpdateNorms):
 
     def __call__(self, run: TrainingRun) -> None:
         with use_eval_weights(run.optimizer):
-            for name, weight in self._iter_weights(run):
-                before, now = self._before[name], sample_elements(weight)
-                share = weight.numel() / max(1, before.numel())
-                self.norms[name] = float((now - before).norm()) * share**0.5
+            weights = self._iter_weights(run)
+            squares = [self._estimate_squares(name, weight) for name, weight in weights]
+        totals = run.strategy.sum_over_shards(torch.tensor(squares, dtype=torch.float64)).sqrt().tolist()
+        self.norms = {name: total for (name, _), total in zip(weights, totals, strict=True)}
         by_type = group_norms_by_layer_type(self.norms)
         logger.info("update norm of the weights, estimated: %.4g", combine_norms(self.norms.values()))
         still = [name for name, value in self.norms.items() if not value]
@@ -123,6 +124,12 @@ class WeightChanges(UpdateNorms):
             logger.info("%d of %d weights were not changed, such as %s", len(still), len(self.norms), still[0])
         values = {"update/dead_layers": len(still), "update/layers": len(self.norms)}
         run.metric_logger.log_values(run, values | {f"update/kind/{name}": value for name, value in by_type.items()})
+
+    def _estimate_squares(self, name: str, weight: Tensor) -> float:
+        """Estimate the sum of the squared changes of the weight, or of its part on this rank."""
+        before, now = self._before[name], sample_elements(weight)
+        share = get_local_shard(weight.detach()).numel() / max(1, before.numel())
+        return float((now - before).double().square().sum()) * share
 
     def fail_if_zero(self, run: TrainingRun) -> None:
         if not self._is_whole_run or any(self.norms.values()):

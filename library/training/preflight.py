@@ -122,6 +122,7 @@ def list_run_checks() -> Sequence[RunCheck]:
             lambda: validate_model.load_denoiser_on_meta(facts.family, facts.detected),
         ),
         lambda config, facts: validate_model.validate_trained_weights(config.adapter, facts.family, facts.detected),
+        lambda config, facts: validate_model.validate_model_file(config, facts.family, facts.detected),
         lambda config, facts: validate_model.validate_quantize_offload(
             config.model, config.train, facts.has_full_model, facts.can_quantize_base
         ),

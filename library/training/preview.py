@@ -68,11 +68,11 @@ class Preview:
         if self.config.sample_at_first and not run.state.samples:
             self.generate_previews(run)
 
-    @torch.no_grad()
     def generate_previews(self, run: TrainingRun) -> None:
         """Generate the images of all prompts; an image that fails is skipped with a warning."""
         model = run.strategy.unwrap_model(run.model)
-        with use_eval_weights(run.optimizer), use_eval_mode(model), bypass_training_adapter(model):
+        modes = use_eval_mode(model), bypass_training_adapter(model)
+        with use_eval_weights(run.optimizer), run.strategy.evaluate(), modes[0], modes[1]:
             drawn = self._generate_for_rank(run)
         if run.metric_logger.has_trackers:
             previews = dict(itertools.chain.from_iterable(run.strategy.comm.all_gather_object(drawn)))

@@ -34,10 +34,11 @@ from ..errors import RunInterrupted, UserError
 from ..models.detect import DetectedModel
 from ..models.own_families import compute_family_fingerprint, get_family_facts
 from ..parallel.quantize import BUILT_IN_KERNEL
+from ..parallel.shard_files import load_shards
 from ..parallel.strategy import Strategy
 from ..problems import Problem
 from . import checkpoint_dir
-from .checkpoint import SaveCheckpoint, restore_state
+from .checkpoint import SaveCheckpoint, name_parameters, restore_state
 from .checkpoint_dir import CheckpointInfo, find_checkpoints, read_checkpoint_info
 from .checkpoint_retention import AdapterRetention
 from .hub_download import download_checkpoint
@@ -223,10 +224,12 @@ class Resume:
         return True
 
     def restore(self, run: TrainingRun) -> None:
-        """Load the checkpoint, which the main rank reads, into ``run`` on all ranks."""
+        """Load the checkpoint, which the main rank reads, into ``run`` on all ranks; each reads its own shards."""
         if (checkpoint := self.checkpoint) is not None:
             tensors = self.comm.run_on_main_and_broadcast(lambda: checkpoint_dir.load_checkpoint_tensors(checkpoint))
-            restore_state(run, checkpoint.metadata, tensors)
+            listed = checkpoint.metadata.get(checkpoint_dir.SHARDS_KEY, {})
+            shards = load_shards(checkpoint.path, listed, run.strategy, name_parameters(run))
+            restore_state(run, checkpoint.metadata, {**tensors, **shards})
 
     def restore_retention(self) -> AdapterRetention | None:
         """Return the LoRA files that earlier runs wrote to this output_dir, which this run may delete."""

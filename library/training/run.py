@@ -55,6 +55,7 @@ from .preview import Preview
 from .resume import Resume
 from .save_adapter import SaveAdapter
 from .save_model import SaveModel
+from .save_single_file import SaveSingleFile, saves_single_file
 from .save_weights import SaveWeights
 from .setup import build_run, load_training_pipeline, prepare_dataset
 from .state import Callback, StopRequested, TrainingRun
@@ -145,7 +146,8 @@ def _prepare_and_train(
     run, adapter = build_run(
         config, strategy, family, pipe, prepared, plan=plan, cache_readers=readers, initial_weights=initial_weights
     )
-    comm.log_all_reduce_time(sum(parameter.nbytes for parameter in run.parameters))
+    if strategy.shard_group is None:  # else gradients are reduced block by block, while others are computed
+        comm.log_all_reduce_time(sum(parameter.nbytes for parameter in run.parameters))
     save = _build_saver(run, adapter, detected, prepared, resume)
     callbacks = _build_callbacks(run, save, prepared, readers=readers, prompts=prompts, resume=resume)
     _restore(run, callbacks.validation, resume)
@@ -259,7 +261,8 @@ def _build_saver(
     """Build the callback that saves the LoRA file, or the model of a full training."""
     config, started_at, retention = run.config.save, resume.started_at, resume.restore_retention()
     if adapter is None:
-        return SaveModel(config, detected, prepared, started_at, retention)
+        kind = SaveSingleFile if saves_single_file(run.config, run.task.family, detected) else SaveModel
+        return kind(config, detected, prepared, started_at, retention)
     return SaveAdapter(config, adapter, prepared, started_at, retention)
 
 

@@ -8,12 +8,13 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..adapters.component_key_names import clean_parameter_name
 from ..adapters.file_writer import SAVE_DTYPES
@@ -24,11 +25,12 @@ from ..distributed.devices import HOST, MIXED_PRECISION_DTYPES
 from ..errors import UserError
 from ..models.base import Family
 from ..models.collect_component_keys import list_adaptable_components
-from ..models.component_files import cast_weight, write_weights
+from ..models.component_files import ReadWeight, cast_weight, read_whole, write_weights
 from ..models.detect import DetectedModel, get_config_reader
 from ..models.loading import disable_progress_bars
 from ..models.model_configs import is_component, read_required
 from ..models.sampling import use_eval_mode
+from ..parallel.sharded_weights import run_on_main_with_whole_weights
 from ..problems import report_file
 from .checkpoint_retention import AdapterRetention
 from .save_weights import SaveWeights, reserve_disk_space
@@ -56,45 +58,53 @@ class SaveModel(SaveWeights):
 
     def _save_files(self, run: TrainingRun, path: Path) -> list[Path]:
         trained = run.strategy.unwrap_model(run.model)
+        models = [
+            TrainedComponent(name, model, collect_tensors(model))
+            for name, model in trained.named_children()
+            if any(parameter.requires_grad for parameter in model.parameters())
+        ]
+        weights = [tensor for each in models for tensor in each.tensors.values()]
         with use_eval_mode(trained):
-            run.strategy.comm.run_on_main(lambda: self._write_folder(run, path, trained))
+            run_on_main_with_whole_weights(
+                run.strategy.comm, weights, lambda read_weight: self._write_folder(run, path, models, read_weight)
+            )
         logger.info("saved %s", path)
         return [path]
 
-    def _write_folder(self, run: TrainingRun, path: Path, trained: nn.Module) -> None:
+    def _write_folder(
+        self, run: TrainingRun, path: Path, models: Sequence["TrainedComponent"], read_weight: ReadWeight
+    ) -> None:
         """Write the folder beside ``path``, and give it its name when it is complete."""
         temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-        models = {
-            name: model
-            for name, model in trained.named_children()
-            if any(parameter.requires_grad for parameter in model.parameters())
-        }
         path.parent.mkdir(parents=True, exist_ok=True)
         if run.state.step < run.plan.steps:
-            reserve_disk_space(path, sum(each.nbytes for model in models.values() for each in model.parameters()), run)
+            reserve_disk_space(path, sum(each.nbytes for model in models for each in model.tensors.values()), run)
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
-            self._write_components(run, temporary, models)
+            self._write_components(run, temporary, {model.name: model for model in models}, read_weight)
             _replace_folder(temporary, path)
         except OSError as error:
             raise UserError(report_file(path, f"cannot be written: {error.strerror or error}")) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
-    def _write_components(self, run: TrainingRun, folder: Path, models: Mapping[str, nn.Module]) -> None:
+    def _write_components(
+        self, run: TrainingRun, folder: Path, models: Mapping[str, "TrainedComponent"], read_weight: ReadWeight
+    ) -> None:
         read = get_config_reader(self.detected)
         index, pipe = dict(read_required(read, INDEX_FILE)), run.task.pipe
         metadata = {"format": "pt", **self._build_metadata(run)}
         dtype = None if self.config.save_precision is None else SAVE_DTYPES[self.config.save_precision]
-        merged = _list_merged_components(run)
+        merged = list_merged_components(run)
         for name, entry in list(index.items()):
             if not is_component(entry):
                 continue
             if name in models:
-                write_component(folder / name, models[name], dtype, metadata)
+                write_component(folder / name, models[name], dtype, metadata, read_weight)
             elif name in merged:
-                write_component(folder / name, merged[name], dtype, metadata)
+                component = TrainedComponent(name, merged[name], collect_tensors(merged[name]))
+                write_component(folder / name, component, dtype, metadata)
             elif name == "scheduler":
                 pipe.scheduler.save_pretrained(folder / name)
             elif not self._copy_component(run, name, folder / name):
@@ -123,23 +133,44 @@ class SaveModel(SaveWeights):
         return True
 
 
-def _list_merged_components(run: TrainingRun) -> dict[str, nn.Module]:
+def list_merged_components(run: TrainingRun) -> dict[str, nn.Module]:
     """List the loaded components that may differ from the base model by ``base_weights``."""
     names = list_adaptable_components(run.task.family) if run.config.adapter.base_weights else ()
     found = {name: getattr(run.task.pipe, name, None) for name in names}
     return {name: module for name, module in found.items() if isinstance(module, nn.Module)}
 
 
-def write_component(folder: Path, model: Any, dtype: torch.dtype | None, metadata: Mapping[str, str]) -> None:
+@dataclass(frozen=True)
+class TrainedComponent:
+    """A component with its weights by their names in files, of which each rank may hold a part."""
+
+    name: str
+    model: Any
+    tensors: Mapping[str, Tensor]
+
+
+def collect_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Collect the weights of a component by their names in files."""
+    return {clean_parameter_name(name): tensor for name, tensor in model.state_dict().items()}
+
+
+def write_component(
+    folder: Path,
+    component: TrainedComponent,
+    dtype: torch.dtype | None,
+    metadata: Mapping[str, str],
+    read_weight: ReadWeight = read_whole,
+) -> None:
     """Write the configuration and the weights of a trained component, and verify the weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {clean_parameter_name(name): tensor for name, tensor in model.state_dict().items()}
+    model = component.model
     if hasattr(model, "save_config"):  # of diffusers, whose files have the names of the modules
         model.save_config(folder)
-        write_weights(folder, "diffusion_pytorch_model", tensors, dtype, metadata)
+        stem = "diffusion_pytorch_model"
+        write_weights(folder, stem, component.tensors, dtype, metadata, read_weight=read_weight)
         return
     # transformers gives some weights other names in files, as those of the first releases.
-    tensors = {name: cast_weight(tensor, dtype) for name, tensor in tensors.items()}
+    tensors = {name: cast_weight(read_weight(tensor), dtype) for name, tensor in component.tensors.items()}
     with disable_progress_bars():
         model.save_pretrained(folder, state_dict=dict(tensors))
         read = type(model).from_pretrained(folder, dtype="auto", use_safetensors=True).state_dict()

@@ -134,9 +134,10 @@ def build_run(
         devices = strategy.device, strategy.base_load_device
         quantize_and_offload_base(trained.denoiser, devices, config.model, config.train, strategy.nf4_kernel)
     groups = _build_groups(config, family, trained, adapter)
-    optimizer = _build_optimizer(config.optim, groups)
+    optimizer = _build_optimizer(config.optim, groups, is_sharded=strategy.shard_group is not None)
     compilation = _compile_or_fuse(config.distributed, config.train, config.cache, strategy, trained, prepared=prepared)
     model, optimizer = strategy.wrap(trained, optimizer, build_parallel_plan(family, trained.denoiser))
+    groups = _follow_optimizer(groups, optimizer)
     dropout = _build_dropout(config, strategy, family, trained, adapter)
     task = _build_task(
         config, strategy, family, pipe, model, objective=objective, readers=cache_readers, dropout=dropout, plan=plan
@@ -198,6 +199,12 @@ def _build_groups(
     return build_param_groups(trained, adapter, config.adapter, config.optim, family.facts)
 
 
+def _follow_optimizer(groups: Sequence[optimizers.ParamGroup], optimizer: Any) -> list[optimizers.ParamGroup]:
+    """Return the groups with the parameters that the strategy gave to the optimizer, which may be shards."""
+    both = zip(groups, optimizer.param_groups, strict=True)
+    return [replace(group, parameters=list(own["params"])) for group, own in both]
+
+
 def _build_dropout(
     config: RunConfig, strategy: Strategy, family: Family, trained: TrainableModules, adapter: injection.Adapter | None
 ) -> LoraDropout | None:
@@ -230,6 +237,8 @@ def _prepare_trainable_parameters(trained: TrainableModules, strategy: Strategy,
         cast_trainable_parameters(trained, torch.bfloat16)
     if strategy.mixed_precision != "no":
         leave_input_casts_to_autocast(trained)
+    if strategy.shard_group is not None:
+        return  # no device has to hold all trained weights: the strategy moves them as it shards them
     for parameter in get_trainable_parameters(trained):
         parameter.data = parameter.data.to(strategy.device)
 
@@ -299,10 +308,12 @@ def _build_oom_recovery(config: TrainConfig, trainable: TrainableModules) -> Oom
     return OomRecovery(config.on_oom == "recover", None if config.gradient_checkpointing else enable)
 
 
-def _build_optimizer(config: OptimConfig, groups: Sequence[optimizers.ParamGroup]) -> torch.optim.Optimizer:
+def _build_optimizer(
+    config: OptimConfig, groups: Sequence[optimizers.ParamGroup], *, is_sharded: bool
+) -> torch.optim.Optimizer:
     for line in find_learning_rate_warnings(config, groups):
         logger.warning("%s", line)
-    optimizer = optimizers.build_optimizer(config, groups)
+    optimizer = optimizers.build_optimizer(config, groups, is_sharded=is_sharded)
     logger.info("optimizer: %s", optimizers.describe_optimizer(optimizer))
     return optimizer
 

@@ -6,7 +6,7 @@ so that no other size compiles again.
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,6 +20,8 @@ from ..distributed.device_memory import has_device_memory
 from ..distributed.step_phases import OutOfMemory, record_phase
 from ..errors import UserError
 from ..log import ProgressBar
+from ..parallel.sharded_weights import copy_to_shard, get_local_shard
+from ..parallel.strategy import Strategy
 from ..randomness import Purpose, derive_generator
 from .state import TrainingRun
 
@@ -51,14 +53,14 @@ def probe_gradients(run: TrainingRun, batch: PixelBatch) -> None:
             run.task.dropout.sample_keys = None
     model = run.strategy.unwrap_model(run.model)
     weights = {name: item for name, item in model.named_parameters() if item.requires_grad}
-    zeros = [item for item in weights.values() if not bool(item.any())]
+    nonzero = _count_elements(run.strategy, list(weights.values()), torch.count_nonzero)
+    zeros = [item for item, count in zip(weights.values(), nonzero, strict=True) if not count]
     generator = derive_generator(run.config.train.seed, Purpose.GRADIENT_PROBE)
     try:
-        with torch.no_grad():
-            for item in zeros:
-                item.copy_(torch.randn(item.shape, generator=generator) * PERTURBATION_STD)
+        for item in zeros:
+            copy_to_shard(item, torch.randn(item.shape, generator=generator) * PERTURBATION_STD)
         loss = torch.stack([run_forward_backward(run, batch, each) for each in task.list_expert_tasks()]).sum()
-        _check_gradients(float(loss), {name: item.grad for name, item in weights.items()})
+        _check_gradients(run.strategy, float(loss), {name: item.grad for name, item in weights.items()})
     finally:
         with torch.no_grad():
             for item in zeros:
@@ -67,9 +69,24 @@ def probe_gradients(run: TrainingRun, batch: PixelBatch) -> None:
                 item.grad = None
 
 
-def _check_gradients(loss: float, gradients: dict[str, torch.Tensor | None]) -> None:
-    reached = [name for name, gradient in gradients.items() if gradient is not None and bool(gradient.any())]
-    broken = [name for name in reached if not bool(torch.isfinite(gradients[name]).all())]  # type: ignore[arg-type]
+def _count_elements(
+    strategy: Strategy, tensors: Sequence[torch.Tensor], count: Callable[[torch.Tensor], torch.Tensor]
+) -> list[int]:
+    """Count elements of each tensor, of which each rank may hold a part."""
+    counts = [int(count(get_local_shard(tensor.detach()))) for tensor in tensors]
+    return [int(each) for each in strategy.sum_over_shards(torch.tensor(counts, dtype=torch.int64)).tolist()]
+
+
+def _count_non_finite(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.isfinite().logical_not().sum()
+
+
+def _check_gradients(strategy: Strategy, loss: float, gradients: dict[str, torch.Tensor | None]) -> None:
+    given = {name: gradient for name, gradient in gradients.items() if gradient is not None}
+    nonzero = _count_elements(strategy, list(given.values()), torch.count_nonzero)
+    reached = [name for name, count in zip(given, nonzero, strict=True) if count]
+    non_finite = _count_elements(strategy, [given[name] for name in reached], _count_non_finite)
+    broken = [name for name, count in zip(reached, non_finite, strict=True) if count]
     if not torch.isfinite(torch.tensor(loss)) or broken:
         raise UserError(
             f"before the first step: the loss is {loss:g} and {len(broken)} of {len(gradients)} gradients have NaN or"
@@ -79,12 +96,23 @@ def _check_gradients(loss: float, gradients: dict[str, torch.Tensor | None]) -> 
     if not reached:
         raise UserError("before the first step: no trainable parameter gets a gradient")
     idle = [name for name in gradients if name not in set(reached)]
+    _refuse_decay_of_idle_weights(strategy, [name for name in idle if name not in given])
     if idle:
         logger.warning(
             "%d of %d trainable parameters get no gradient and will not be trained:%s",
             len(idle),
             len(gradients),
             _format_names(idle),
+        )
+
+
+def _refuse_decay_of_idle_weights(strategy: Strategy, idle: Sequence[str]) -> None:
+    """DeepSpeed takes missing gradients for zeros, so that its optimizer would decay weights without a gradient."""
+    is_deepspeed = strategy.trains_base and strategy.optimizer_sharding_engine == "DeepSpeed"
+    if idle and is_deepspeed and any(group.get("weight_decay") for group in strategy.optimizer.param_groups):
+        raise UserError(
+            f"before the first step: {len(idle)} weights have no part in the result, and DeepSpeed would apply"
+            f" weight decay to them; use --fsdp, or --optimizer_args weight_decay=0.{_format_names(idle)}"
         )
 
 
@@ -200,7 +228,7 @@ def _record_input_shapes(
 ) -> bool:
     """Record which dimensions vary with the text and with the image size; return whether text lengths vary."""
     count = min(len(first_batch), RECORDING_BATCH_SIZE)
-    with torch.no_grad(), run.strategy.accelerator.autocast(), compilation.record_shapes():
+    with run.strategy.evaluate(), run.strategy.accelerator.autocast(), compilation.record_shapes():
         task = replace(run.task, denoiser=run.strategy.unwrap_model(run.model), micro_batch_stats=[])
         by_size = {(*shape.size, shape.num_frames): shape._replace(batch_size=count) for shape in shapes}
         small = first_batch.build_dummy_batch(*shapes[-1]._replace(batch_size=count))

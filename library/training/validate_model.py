@@ -112,6 +112,16 @@ def validate_trained_weights(adapter: AdapterConfig, family: Family, detected: D
             yield Problem("train_modules", f"{pattern!r} matches no weight of the {where}", fix)
 
 
+def validate_model_file(config: RunConfig, family: Family, detected: DetectedModel) -> Iterator[Problem]:
+    """A model is saved as one file only if the base model is one, with the trained weights in it."""
+    if not config.adapter.is_full or config.save.save_model_as != "safetensors":
+        return
+    from .save_single_file import find_single_file_obstacle
+
+    if obstacle := find_single_file_obstacle(config, family, detected):
+        yield Problem("save_model_as", obstacle, "use diffusers", value="safetensors", others=("train",))
+
+
 def _validate_pipeline(parallel: ParallelConfig, family: Family, denoiser: nn.Module) -> Iterator[Problem]:
     devices = parallel.pp_size
     if devices == 1:

@@ -33,7 +33,6 @@ SampleLosses = Mapping[int, tuple[float, ...]]
 """The loss of each sample at each quantile, by sample index."""
 
 
-@torch.no_grad()
 def compute_validation_losses(run: TrainingRun, batches: ValidationBatches, read_batch: ReadBatch) -> SampleLosses:
     """Compute the losses of all validation samples, distributed over the ranks; collective, same result on all."""
     strategy = run.strategy
@@ -44,7 +43,7 @@ def compute_validation_losses(run: TrainingRun, batches: ValidationBatches, read
     is_short = len(mine) * strategy.data_parallel_size < len(batches.micro_batches)
     extra = [0] if strategy.has_collective_forward and is_short else []
     samples, losses = list[Tensor](), list[Tensor]()
-    with use_eval_mode(model):
+    with strategy.evaluate(), use_eval_mode(model):
         for number, pixel_batch in zip([*mine, *extra], prefetch_batches(read_batch, [*mine, *extra]), strict=True):
             with strategy.accelerator.autocast():
                 quantile_losses = _compute_quantile_losses(task, pixel_batch)

@@ -203,7 +203,7 @@ def run_scaled_step(infinite_on: int) -> tuple[float, float]:
     scaler.scale(model(torch.ones(1, 1)).sum()).backward()
     if accelerator.process_index == infinite_on:
         model.weight.grad.fill_(float("inf"))
-    FlatGradients(model).all_reduce_mean(2)
+    FlatGradients(model.parameters()).all_reduce_mean(2)
     scaler.step(optimizer)
     scaler.update()
     actual = float(model.weight), scaler.get_scale()

@@ -71,7 +71,8 @@ class DeepSpeedStrategy(Strategy):
         trainable = [parameter for group in groups for parameter in group["params"]]
         config = self.settings.build_config(pin_memory=self.pins_memory)
         # DeepSpeed's default is for full fine-tuning, and allocates 2 GB for an adapter of any size.
-        config["zero_optimization"].setdefault("reduce_bucket_size", sum(item.numel() for item in trainable))
+        if not self.trains_base:
+            config["zero_optimization"].setdefault("reduce_bucket_size", sum(item.numel() for item in trainable))
         # DeepSpeed disables autocast around the forward of its engine, so enable it inside.
         model.forward = self.accelerator.autocast()(model.forward)
         self._init_single_process_group()
@@ -91,6 +92,8 @@ class DeepSpeedStrategy(Strategy):
             self._keep_adapter_gathered(trainable)
             _enable_external_parameter_detection(model)
         self.model, self.optimizer = self._engine, DeepSpeedOptimizer(self._engine, groups, self.device)
+        if self.trains_base:
+            self.optimizer.keep_state_on_main_host()
         self._check_engine(trainable)
         logger.info("%s", self.settings.format_summary(self.comm.world_size))
         return self.model, self.optimizer

@@ -23,7 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...distributed.devices import HOST
 from ..gradient_clipping import DeepSpeedGradientClipping
+from ..gradient_sync import group_by_size
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,11 @@ class DeepSpeedOptimizer:
         """The state dict that was loaded, until the next step."""
         self._clipping = DeepSpeedGradientClipping(self._zero, stage)
         self._has_gradients = False
+        self._state_device, self._keeps_state = device, True
+
+    def keep_state_on_main_host(self) -> None:
+        """Gather state for the main rank only, in host memory: that of a whole model is too large for a device."""
+        self._state_device, self._keeps_state = HOST, self._engine.global_rank == 0
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -143,7 +150,10 @@ class DeepSpeedOptimizer:
         for name in self._list_state_names():
             tensors = self._gather_state(name)
             for parameter, index in indices.items():
-                state[index][name] = tensors[parameter] if tensors is not None else self._get_shared_value(name)
+                if tensors is None:
+                    state[index][name] = self._get_shared_value(name)
+                elif parameter in tensors:
+                    state[index][name] = tensors[parameter]
         groups = [
             {**group, "params": [indices[parameter] for parameter in group["params"]]} for group in self.param_groups
         ]
@@ -213,12 +223,23 @@ class DeepSpeedOptimizer:
         states = {id(flat): self._get_flat_state(flat).get(name) for flat, _ in self._list_flat_groups()}
         if not any(isinstance(value, Tensor) and value.dim() for value in states.values()):
             return None
-        sizes = [parameter.numel() for parameter in self.parameters]
+        gathered = dict[nn.Parameter, Tensor]()
+        for parameters in group_by_size(self.parameters):
+            parts = self._gather_parts(parameters, states)
+            if self._keeps_state:
+                gathered |= {parameter: part.to(self._state_device) for parameter, part in parts.items()}
+        return gathered
+
+    def _gather_parts(
+        self, parameters: Sequence[nn.Parameter], states: Mapping[int, Tensor | None]
+    ) -> dict[nn.Parameter, Tensor]:
+        """Gather the state of some parameters; ``states`` has that of each flat tensor of this rank."""
+        sizes = [parameter.numel() for parameter in parameters]
         buffer = torch.zeros(sum(sizes), dtype=torch.float32, device=self._device)
-        parts = dict(zip(self.parameters, torch.split(buffer, sizes), strict=True))
+        parts = dict(zip(parameters, torch.split(buffer, sizes), strict=True))
         for shard in self._shards:
             flat_value = states[id(shard.flat)]
-            if flat_value is not None:
+            if flat_value is not None and shard.parameter in parts:
                 parts[shard.parameter].narrow(0, shard.start, shard.length).copy_(shard.slice(flat_value))
         dist.all_reduce(buffer)
         return {parameter: part.view_as(parameter) for parameter, part in parts.items()}

@@ -1,0 +1,159 @@
+"""The part of a checkpoint that is sharded over the ranks, written and read with ``torch.distributed.checkpoint``.
+
+Each rank writes its parts as safetensors files with their offsets (``HuggingFaceStorageWriter``), which contain no
+pickle, and reads what it needs of all files, however many ranks wrote them.  So all ranks need the same file system.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.tensor import DTensor
+
+from ..atomic_files import FileEntry, describe_file, fsync_dir
+from ..distributed.communicator import Communicator
+from ..errors import UserError
+from .sharded_weights import shard_like
+from .strategy import Strategy
+
+SHARDS_FOLDER = "shards"
+"""The folder in a checkpoint with the parts of all ranks."""
+
+MAX_FILE_BYTES = 2 * 10**9
+"""Bytes of all ranks' parts in files of one number: the writer holds a file in memory."""
+
+
+def split_sharded(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, DTensor]]:
+    """Split tensors into those that each rank holds as a whole, and those of which it holds a part."""
+    sharded = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+    return {name: tensor for name, tensor in tensors.items() if name not in sharded}, sharded
+
+
+def describe_sharded(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
+    """Describe the tensors for state.json."""
+    return {name: [str(each.dtype).removeprefix("torch."), list(each.shape)] for name, each in tensors.items()}
+
+
+class ShardWriter:
+    """Writes the parts of all ranks in the background, in a process group of its own."""
+
+    def __init__(self, comm: Communicator):
+        """Create the process group; a collective."""
+        self._comm = comm
+        self._group: Any = dist.new_group(backend="gloo")
+
+    def start(self, folder: Path, tensors: Mapping[str, DTensor]) -> Future[Any]:
+        """Copy the parts of this rank to host memory and start writing them; a collective."""
+        writer = HuggingFaceStorageWriter(str(folder / SHARDS_FOLDER), _number_files(tensors), save_distributed=True)
+        with _silence_checkpoint_warnings():
+            future: Any = async_save(dict(tensors), storage_writer=writer, process_group=self._group)
+        return future  # type: ignore[no-any-return]
+
+    def finish(self, folder: Path, written: Future[Any] | None, error: str | None) -> dict[str, FileEntry]:
+        """Wait until all ranks have written, and return the files of all on the main rank; raise if any rank failed.
+
+        All ranks call it, in a background thread; ``error`` says why this rank could not start.
+        """
+        entries: dict[str, FileEntry] = {}
+        try:
+            if written is not None:
+                written.result()
+                entries = self._describe_own_files(folder)
+        except Exception as failure:
+            error = str(failure).strip().splitlines()[-1]
+        outcomes: Any = [None] * self._comm.world_size if self._comm.is_main else None
+        dist.gather_object((entries, error), outcomes, group=self._group)
+        found: dict[str, FileEntry] = {}
+        for rank, (files, problem) in enumerate(outcomes or ()):
+            if problem:
+                raise UserError(f"rank {rank}: {problem}")
+            found |= files
+        for name, entry in found.items():
+            if not (folder / name).is_file() or (folder / name).stat().st_size != entry["size"]:
+                raise UserError(f"{name} of another rank is not here: all machines need the same output_dir")
+        if found:
+            fsync_dir(folder / SHARDS_FOLDER)
+        return found
+
+    def _describe_own_files(self, folder: Path) -> dict[str, FileEntry]:
+        own = f"shard-{self._comm.rank + 1:05d}-*.safetensors"
+        return {f"{SHARDS_FOLDER}/{path.name}": describe_file(path) for path in (folder / SHARDS_FOLDER).glob(own)}
+
+
+def _number_files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Number the files of each rank, so that none is too large to be held in memory."""
+    numbers, used = dict[str, int](), 0
+    for name, tensor in tensors.items():
+        used += tensor.nbytes
+        numbers[name] = 1 + (used - 1) // MAX_FILE_BYTES if used else 1
+    ordered = {number: index for index, number in enumerate(sorted(set(numbers.values())), start=1)}
+    return {name: ordered[number] for name, number in numbers.items()}
+
+
+def load_shards(
+    checkpoint: Path, listed: Mapping[str, Any], strategy: Strategy, names: Mapping[nn.Parameter, str]
+) -> dict[str, Tensor]:
+    """Load the sharded tensors of a checkpoint: as they are sharded now, or whole; a collective.
+
+    ``listed`` are their dtypes and shapes (``describe_sharded``).  Whole tensors are read by the main rank, which sends
+    them to the others.
+    """
+    if not listed:
+        return {}
+    parameters = {name: parameter for parameter, name in names.items()}
+    folder = checkpoint / SHARDS_FOLDER
+
+    def read_whole_tensors() -> dict[str, Tensor]:
+        targets = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in listed.items()}
+        _load(folder, targets, no_dist=True)
+        return targets
+
+    if strategy.shard_group is None:
+        return strategy.comm.run_on_main_and_broadcast(read_whole_tensors)
+    targets = dict[str, Tensor]()
+    for name, (dtype, shape) in listed.items():
+        own = _find_parameter(name, parameters)
+        if own is not None and list(own.shape) == shape:
+            targets[name] = torch.zeros_like(own.detach(), dtype=getattr(torch, dtype))
+        else:  # of a weight that is not trained now, or another shape, which is reported later
+            targets[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+    _load(folder, targets, no_dist=False)
+    return targets
+
+
+def shard_whole_tensors(tensors: Mapping[str, Tensor], names: Mapping[nn.Parameter, str]) -> dict[str, Tensor]:
+    """Shard the tensors of a checkpoint of whole weights as the parameters are that they belong to."""
+    parameters = {name: parameter for parameter, name in names.items()}
+    found = dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        own = _find_parameter(name, parameters)
+        found[name] = shard_like(tensor, own) if own is not None and own.shape == tensor.shape else tensor
+    return found
+
+
+def _find_parameter(name: str, parameters: Mapping[str, nn.Parameter]) -> nn.Parameter | None:
+    """Find the parameter of a tensor such as ``optimizer/state/unet.conv_in.weight/exp_avg``."""
+    return next((parameters[part] for part in name.split("/") if part in parameters), None)
+
+
+def _load(folder: Path, targets: dict[str, Tensor], *, no_dist: bool) -> None:
+    with _silence_checkpoint_warnings():
+        load(targets, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=no_dist)
+
+
+@contextmanager
+def _silence_checkpoint_warnings() -> Iterator[None]:
+    """Silence warnings of torch about its own storage classes."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed")
+        warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+        yield

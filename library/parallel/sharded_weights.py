@@ -1,0 +1,93 @@
+"""Trained weights of which each rank holds a part (FSDP with ``--train full``): DTensors, read and written in parts.
+
+What computes on single elements works on the part of this rank; what needs a whole weight, such as a file, gathers one
+at a time.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from ..distributed.communicator import Communicator
+from ..models.component_files import ReadWeight, read_whole
+
+END = -1
+"""What the main rank sends instead of the number of a weight when it needs no more."""
+
+
+def get_local_shard(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor on this rank, which shares its memory; a plain tensor is returned as it is."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local: Tensor = tensor.to_local()
+    return local.detach()
+
+
+@torch.no_grad()
+def copy_to_shard(target: Tensor, value: Tensor) -> None:
+    """Copy a whole value, which every rank has, to the part of ``target`` that this rank holds."""
+    target.copy_(shard_like(value, target))
+
+
+def shard_like(value: Tensor, model: Tensor) -> Tensor:
+    """Shard a whole value, which every rank has, as ``model`` is; without communication."""
+    if not isinstance(model, DTensor) or isinstance(value, DTensor):
+        return value
+    local = value.to(get_local_shard(model).device)
+    return distribute_tensor(local, model.device_mesh, model.placements, src_data_rank=None)
+
+
+def replace_optimizer_parameters(
+    optimizer: Optimizer, names: Mapping[nn.Parameter, str], sharded: Mapping[str, nn.Parameter]
+) -> None:
+    """Let an optimizer without state update the parameters that a strategy put in the place of others."""
+    for group in optimizer.param_groups:
+        group["params"] = [sharded.get(names.get(each, ""), each) for each in group["params"]]
+
+
+def run_on_main_with_whole_weights(
+    comm: Communicator, weights: Sequence[Tensor], work: Callable[[ReadWeight], None]
+) -> None:
+    """Run ``work`` on the main rank with a function that gathers any of ``weights``; an error is raised on all ranks.
+
+    The main rank asks for weights in the order in which it needs them, and holds one at a time; the other ranks take
+    part in gathering until it has ended.
+    """
+    if not any(isinstance(weight, DTensor) for weight in weights):
+        comm.run_on_main(lambda: work(read_whole))
+        return
+    numbers = {id(weight): number for number, weight in enumerate(weights)}
+
+    def read_weight(weight: Tensor) -> Tensor:
+        if not isinstance(weight, DTensor):
+            return weight
+        _broadcast_number(comm, numbers[id(weight)])
+        return _gather(weight)
+
+    def work_and_end() -> None:
+        try:
+            work(read_weight)
+        finally:
+            _broadcast_number(comm, END)
+
+    if not comm.is_main:
+        while (number := _broadcast_number(comm)) != END:
+            _gather(weights[number])
+    comm.run_on_main(work_and_end)
+
+
+def _broadcast_number(comm: Communicator, number: int = END) -> int:
+    value = torch.tensor(number, device=comm.device)
+    dist.broadcast(value, 0)
+    return int(value)
+
+
+def _gather(weight: Tensor) -> Tensor:
+    """All-gather a weight."""
+    assert isinstance(weight, DTensor)
+    whole: Tensor = weight.full_tensor()
+    return whole.detach()

@@ -1,0 +1,324 @@
+"""Full training with sharded weights (FSDP2, HSDP): equal to one process, and a part of everything on each rank."""
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import all_options_run
+import pytest
+import torch
+from killed_runs import train_and_kill
+from problem_lines import format_lines
+from rank_processes import run_on_ranks
+from resumed_runs import copy_as_killed
+from safetensors.torch import load_file
+from training_runs import even_dataset, train
+
+from library.config import parse_config
+from library.distributed.validate_sharding import validate_deepspeed
+from library.distributed.world import World
+from library.models.families import FAMILIES as FAMILIES_BY_NAME
+from library.optim.optimizers import ParamGroup, build_optimizer
+from library.optim.validate_optimizer import validate_elementwise_optimizer
+from library.parallel.sharded_weights import get_local_shard
+
+__all__ = ["even_dataset"]  # a fixture
+
+SETTINGS = (
+    "--train full --max_train_steps 3 --learning_rate 1 --optimizer_type SGD --seed 3 --train_text_encoder"
+    " --mixed_precision no"
+).split()
+FAMILIES = ("sd1", "flux")
+BATCHES = {1: ("2", "2"), 2: ("1", "2"), 4: ("1", "1")}
+"""The batch size and the accumulation steps that give four images in each step, by the number of ranks."""
+
+
+def build_flags(dataset: Path, folder: Path, ranks: int, *flags: str) -> tuple[str, ...]:
+    batch, accumulation = BATCHES[ranks]
+    split = ("--train_batch_size", batch, "--gradient_accumulation_steps", accumulation)
+    return (*SETTINGS, *split, "--dataset_config", str(dataset), "--output_dir", str(folder), *flags)
+
+
+def train_full(dataset: Path, folder: Path, ranks: int, *flags: str) -> Path:
+    """Train in full on ``ranks`` ranks with four images in each step; return the folder of the model."""
+    run_on_ranks(ranks, train, *build_flags(dataset, folder, ranks, *flags))
+    return folder / "lora"
+
+
+def read_weights(model: Path) -> dict[str, torch.Tensor]:
+    """Read the weights of all components of a model."""
+    found = {}
+    for path in sorted(model.rglob("*.safetensors")):
+        found |= {f"{path.parent.name}.{name}": tensor for name, tensor in load_file(path).items()}
+    return found
+
+
+def max_difference(one: Path, other: Path) -> float:
+    first, second = read_weights(one), read_weights(other)
+    assert first.keys() == second.keys()
+    return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+@pytest.fixture(scope="module")
+def whole_models(even_dataset, tmp_path_factory):
+    """The model that one process trains, by family."""
+    folder = tmp_path_factory.mktemp("whole")
+    models = {
+        name: train_full(even_dataset, folder / name, 1, "--pretrained_model_name_or_path", f"random:{name}:tiny")
+        for name in FAMILIES
+    }
+    for name, component in zip(FAMILIES, ("unet", "transformer"), strict=True):
+        before = getattr(
+            FAMILIES_BY_NAME.get(name)().load(f"random:{name}:tiny", torch.float32), component
+        ).state_dict()
+        after = load_file(models[name] / component / "diffusion_pytorch_model.safetensors")
+        change = max(float((after[key] - before[key]).abs().max()) for key in after)
+        assert change > 0.05, "a difference of 1e-5 is then less than a thousandth of what was learned"
+    return models
+
+
+LAYOUTS = [
+    (2, "--fsdp", FAMILIES),
+    (2, "--fsdp --fsdp_offload_params --gradient_checkpointing --no-fsdp_reshard_after_forward", FAMILIES),
+    (4, "--fsdp --dp_replicate_size 2", FAMILIES),
+    (2, "--deepspeed --zero_stage 1", ("sd1",)),
+    (2, "--deepspeed --zero_stage 2 --offload_optimizer_device cpu", ("flux",)),
+    (2, "--cp_size 2 --train_batch_size 2", ("flux",)),
+    (4, "--cp_size 2 --fsdp --train_batch_size 2", ("flux",)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "ranks", "flags"), [(family, *layout) for *layout, families in LAYOUTS for family in families]
+)
+def test_sharded_training_gives_the_model_of_one_process(family, ranks, flags, even_dataset, whole_models, tmp_path):
+    if "--deepspeed" in flags:
+        pytest.importorskip("deepspeed")
+    model = f"--pretrained_model_name_or_path random:{family}:tiny".split()
+    sharded = train_full(even_dataset, tmp_path, ranks, *model, *flags.split())
+
+    assert max_difference(whole_models[family], sharded) < 1e-5
+
+
+# refused settings
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("Adafactor", " (it averages over the rows and columns of each matrix)"),
+        ("Prodigy", " (it computes its step size from all weights)"),
+        ("AdamW8bit", " (it quantizes its state in blocks of whole tensors)"),
+        ("Muon", " (it orthogonalizes whole matrices)"),
+        ("AdamWScheduleFree", " (it switches between two sets of whole weights)"),
+        ("torch.optim.ASGD", ""),
+    ],
+)
+def test_optimizers_that_need_whole_weights_are_refused_by_name_with_the_reason(name, reason):
+    optim = parse_config(["--optimizer_type", name]).config.optim
+    assert format_lines(validate_elementwise_optimizer(optim, "FSDP")) == [
+        f"--optimizer_type {name}: needs whole tensors{reason}, but FSDP shards them over processes; use AdamW, Adam,"
+        " SGD or Lion, or train lora"
+    ]
+
+
+def test_zero_stage_3_is_refused_for_trained_weights():
+    config = parse_config("--train full --deepspeed --zero_stage 3".split()).config
+    assert format_lines(validate_deepspeed(config, World())) == [
+        "--train full: ZeRO stage 3 is for frozen models, and full trains the model; use --fsdp, which shards as much,"
+        " or --zero_stage 1 or 2"
+    ]
+    assert not [*validate_deepspeed(parse_config("--train full --deepspeed --zero_stage 2".split()).config, World())]
+
+
+def build_sharded_model(*flags: str):
+    """Build a small model twice, and shard the second one over two ranks; return both with the strategy."""
+    from library.distributed.accelerator import prepare_accelerator
+    from library.distributed.communicator import Communicator
+    from library.distributed.fsdp_settings import FSDPSettings
+    from library.parallel.fsdp import FSDPStrategy
+    from library.parallel.strategy import StrategySettings
+
+    config = parse_config([*flags, "--learning_rate", "0.01", "--mixed_precision", "no"]).config
+    settings = StrategySettings(fsdp=FSDPSettings(1, 2), trains_base=True)
+    strategy = FSDPStrategy(Communicator(prepare_accelerator(config)), settings)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        block = type("Block", (torch.nn.Sequential,), {})(torch.nn.Linear(6, 5), torch.nn.Linear(5, 3))
+        child = type("Model", (torch.nn.Sequential,), {"_no_split_modules": ["Block"]})(block, torch.nn.Linear(3, 1))
+        models.append(torch.nn.Sequential(child))
+    groups = [[ParamGroup("unet", list(model.parameters()), 0.01)] for model in models]
+    whole = build_optimizer(config.optim, groups[0])
+    _, sharded = strategy.wrap(models[1], build_optimizer(config.optim, groups[1], is_sharded=True))
+    return strategy, models, (whole, sharded)
+
+
+def compute_difference(models) -> float:
+    pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
+    return max(float((one - other.full_tensor()).detach().abs().max()) for one, other in pairs)
+
+
+def step_on_shards(name: str) -> float:
+    """Take three steps with sharded and with whole weights; return the largest difference of the weights."""
+    strategy, models, optimizers = build_sharded_model("--optimizer_type", name)
+    for step in range(3):
+        inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        for model in models:
+            (100 * model(inputs)).square().sum().backward()
+        parameters = optimizers[1].param_groups[0]["params"]
+        norms = [
+            torch.nn.utils.clip_grad_norm_(models[0].parameters(), 1.0),
+            strategy.clip_grad_norm(parameters, 1.0),
+        ]
+        assert torch.allclose(*norms, rtol=1e-6) and norms[0] > 1
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    difference = compute_difference(models)
+    strategy.comm.destroy_process_group()
+    return difference
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", "SGD SGDNesterov Adam AdamW Adamax NAdam RAdam RMSprop Adadelta Lion".split())
+def test_elementwise_optimizers_and_clipping_give_the_same_weights_on_shards(name):
+    if name == "Lion":
+        pytest.importorskip("pytorch_optimizer")
+    assert max(run_on_ranks(2, step_on_shards, name)) < 1e-6
+
+
+def step_with_infinite_gradient(infinite_on: int) -> tuple[bool, float]:
+    """Return whether an fp16 step changed the weights, and the loss scale, if a shard of one rank is infinite."""
+    strategy, models, optimizers = build_sharded_model("--optimizer_type", "AdamW")
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(models[1](torch.ones(1, 6)).sum()).backward()
+    if strategy.comm.rank == infinite_on:
+        get_local_shard(next(models[1].parameters()).grad).fill_(float("inf"))
+    scaler.step(optimizers[1].optimizer)
+    scaler.update()
+    result = compute_difference(models) > 0, scaler.get_scale()
+    strategy.comm.destroy_process_group()
+    return result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("infinite_on", "expected"), [(1, (False, 2.0)), (-1, (True, 4.0))])
+def test_an_infinite_gradient_in_one_shard_skips_the_step_on_all_ranks(infinite_on, expected):
+    assert run_on_ranks(2, step_with_infinite_gradient, infinite_on) == [expected, expected]
+
+
+# memory
+
+
+def count_local_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Count the bytes of the memory that this rank holds for the tensors."""
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in map(get_local_shard, tensors)}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def train_and_measure(*flags: str) -> dict[str, float]:
+    """Train; return the bytes on this rank of weights, gradients and optimizer state, by those of one process."""
+    from library.training import loop
+
+    shares, clip_gradients = dict[str, float](), loop._clip_gradients
+
+    def measure(run) -> torch.Tensor:
+        norm = clip_gradients(run)
+        model = run.strategy.unwrap_model(run.model)
+        state = [value for each in run.optimizer.state.values() for value in each.values() if value.dim()]
+        gradients = [each.grad for each in run.parameters if each.grad is not None]
+        for name, tensors in {"weights": [*model.parameters()], "gradients": gradients, "state": state}.items():
+            if tensors:
+                shares[name] = count_local_bytes(tensors) / sum(each.nbytes for each in tensors)
+        return norm
+
+    loop._clip_gradients = measure
+    train(*flags)
+    return shares
+
+
+@pytest.mark.slow
+def test_each_rank_holds_its_part_of_weights_gradients_and_optimizer_state(even_dataset, tmp_path):
+    flags = build_flags(even_dataset, tmp_path, 2, *"--fsdp --optimizer_type AdamW --learning_rate 1e-4".split())
+    for shares in run_on_ranks(2, train_and_measure, *flags):
+        assert shares.keys() == {"weights", "gradients", "state"}
+        assert all(0.97 / 2 < share < 1.03 / 2 for share in shares.values()), shares
+
+
+# checkpoints
+
+RESUMED = (
+    "--optimizer_type SGD --optimizer_args momentum=0.9 --learning_rate 0.3 --lr_scheduler cosine --ema_decay 0.9"
+    " --max_train_steps 4 --save_every_n_steps 2 --save_state --auto_resume"
+).split()
+
+
+def assert_equal_to_the_bit(one: Path, other: Path) -> None:
+    first, second = read_weights(one), read_weights(other)
+    assert first and first.keys() == second.keys()
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
+@pytest.mark.slow
+def test_a_killed_sharded_run_resumes_to_the_bit_and_on_other_ranks_with_the_same_result(even_dataset, tmp_path):
+    whole = train_full(even_dataset, tmp_path / "whole", 2, *RESUMED, "--fsdp").parent
+    assert max_difference(whole / "lora", whole / "lora-ema") > 1e-3
+    assert len(list((whole / "lora-step00000002-state" / "shards").glob("*.safetensors"))) == 2
+
+    killed = tmp_path / "killed"
+    with pytest.raises(AssertionError):
+        run_on_ranks(2, train_and_kill, (1,), 3, *build_flags(even_dataset, killed, 2, *RESUMED, "--fsdp"))
+    assert (killed / "lora-step00000002-state").is_dir() and not (killed / "lora").exists()
+    for name in ("alone", "more"):
+        shutil.copytree(killed, tmp_path / name)
+
+    train_full(even_dataset, killed, 2, *RESUMED, "--fsdp")
+    for name in ("lora", "lora-ema", "lora-state"):
+        assert_equal_to_the_bit(whole / name, killed / name)
+
+    train_full(even_dataset, tmp_path / "alone", 1, *RESUMED)
+    train_full(even_dataset, tmp_path / "more", 4, *RESUMED, "--fsdp", "--dp_replicate_size", "2")
+    for name in ("alone", "more"):
+        for model in ("lora", "lora-ema"):
+            assert max_difference(whole / model, tmp_path / name / model) < 1e-5, (name, model)
+
+
+@pytest.mark.slow
+def test_a_sharded_run_goes_on_from_the_checkpoint_of_one_process(even_dataset, tmp_path):
+    flags = (*RESUMED, "--train_modules", "attn")  # blocks then have trained and frozen weights
+    whole = train_full(even_dataset, tmp_path / "whole", 1, *flags).parent
+    resumed = copy_as_killed(whole, tmp_path / "resumed", 2)
+    for name in ("lora", "lora-ema"):
+        shutil.rmtree(resumed / name)
+
+    train_full(even_dataset, resumed, 2, *flags, "--fsdp")
+    for name in ("lora", "lora-ema"):
+        assert max_difference(whole / name, resumed / name) < 1e-5
+
+
+# between the steps
+
+
+@pytest.mark.slow
+def test_validation_previews_and_averaged_weights_are_those_of_ddp(tmp_path):
+    """Weights that were gathered for one of them are freed before the next step, and before the average is taken."""
+    flags = all_options_run.build_flags(tmp_path / "data")
+    flags = (*flags, *"--optimizer_type SGD --learning_rate 1 --ema_decay 0.5 --clip_skip 2".split())
+    flags = tuple(flag for flag in flags if flag not in ("--scale_weight_norms", "0.05"))
+    ddp, fsdp = tmp_path / "ddp", tmp_path / "fsdp"
+    for folder, more in ((ddp, ()), (fsdp, ("--fsdp", "--no-fsdp_reshard_after_forward"))):
+        run_on_ranks(2, train, *SETTINGS, *flags, "--output_dir", str(folder), *more)
+
+    for name in ("lora", "lora-ema"):
+        assert max_difference(ddp / name, fsdp / name) < 1e-5
+    losses = [all_options_run.read_validation_losses(folder) for folder in (ddp, fsdp)]
+    assert len(losses[0]) == len(losses[1]) == 3
+    for one, other in zip(*losses, strict=True):
+        assert other == pytest.approx(one, rel=1e-4)
+    previews = [sorted((folder / "sample").glob("*.png")) for folder in (ddp, fsdp)]
+    assert len(previews[0]) == len(previews[1]) == 6
+    for one, other in zip(*previews, strict=True):
+        if "_000000_" in one.name:
+            assert one.read_bytes() == other.read_bytes()
