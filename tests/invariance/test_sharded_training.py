@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import all_options_run
 import pytest
@@ -21,6 +22,8 @@ from library.models.families import FAMILIES as FAMILIES_BY_NAME
 from library.optim.optimizers import ParamGroup, build_optimizer
 from library.optim.validate_optimizer import validate_elementwise_optimizer
 from library.parallel.sharded_weights import get_local_shard
+from library.training.callbacks import WeightsDiverged, WeightSyncCheck, hash_tensors
+from library.training.state import TrainState
 
 __all__ = ["even_dataset"]  # a fixture
 
@@ -209,6 +212,25 @@ def test_an_infinite_gradient_in_one_shard_skips_the_step_on_all_ranks(infinite_
     assert run_on_ranks(2, step_with_infinite_gradient, infinite_on) == [expected, expected]
 
 
+@pytest.mark.parametrize(("flipped", "diverged"), [(None, None), (3, "ranks? 3"), (2, "ranks? 2")])
+def test_ranks_are_compared_with_those_that_hold_the_same_part(flipped, diverged):
+    """Three replicas of a model that two ranks share; the ranks of a part hold equal bits."""
+    weights = [torch.full((3,), float(rank % 2)) for rank in range(6)]
+    if flipped is not None:
+        weights[flipped][1] += 1e-6
+    found = [(rank % 2, hash_tensors([weight])) for rank, weight in enumerate(weights)]
+    comm = SimpleNamespace(world_size=6, all_gather_object=lambda own: found, hostnames=["a"] * 6)
+    strategy = SimpleNamespace(comm=comm, shard_rank=0, shard_group=object())
+    run = SimpleNamespace(strategy=strategy, ema=None, parameters=[weights[0]], state=TrainState(step=4))
+    check = WeightSyncCheck(None, [])
+    if diverged is None:
+        check.check(run)
+        assert check.last_equal_step == 4
+        return
+    with pytest.raises(WeightsDiverged, match=f"the weights of {diverged} .*differ from those of ranks that hold the"):
+        check.check(run)
+
+
 # memory
 
 
@@ -283,6 +305,23 @@ def test_a_killed_sharded_run_resumes_to_the_bit_and_on_other_ranks_with_the_sam
     for name in ("alone", "more"):
         for model in ("lora", "lora-ema"):
             assert max_difference(whole / model, tmp_path / name / model) < 1e-5, (name, model)
+
+
+@pytest.mark.slow
+def test_a_run_of_zero_2_goes_on_from_its_checkpoint_to_the_bit(even_dataset, tmp_path):
+    pytest.importorskip("deepspeed")
+    zero = (*RESUMED, "--deepspeed", "--zero_stage", "2")
+    whole = train_full(even_dataset, tmp_path / "whole", 2, *zero).parent
+    copies = [copy_as_killed(whole, tmp_path / name, 2) for name in ("resumed", "alone")]
+    for folder in copies:
+        for name in ("lora", "lora-ema"):
+            shutil.rmtree(folder / name)
+
+    train_full(even_dataset, copies[0], 2, *zero)
+    for name in ("lora", "lora-ema", "lora-state"):
+        assert_equal_to_the_bit(whole / name, copies[0] / name)
+    train_full(even_dataset, copies[1], 1, *RESUMED)
+    assert max_difference(whole / "lora", copies[1] / "lora") < 1e-5
 
 
 @pytest.mark.slow
