@@ -107,6 +107,7 @@ def test_sharded_training_gives_the_model_of_one_process(family, ranks, flags, e
 # refused settings
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -126,6 +127,7 @@ def test_optimizers_that_need_whole_weights_are_refused_by_name_with_the_reason(
     ]
 
 
+@pytest.mark.quick
 def test_zero_stage_3_is_refused_for_trained_weights():
     config = parse_config("--train full --deepspeed --zero_stage 3".split()).config
     assert format_lines(validate_deepspeed(config, World())) == [
@@ -212,6 +214,7 @@ def test_an_infinite_gradient_in_one_shard_skips_the_step_on_all_ranks(infinite_
     assert run_on_ranks(2, step_with_infinite_gradient, infinite_on) == [expected, expected]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("flipped", "diverged"), [(None, None), (3, "ranks? 3"), (2, "ranks? 2")])
 def test_ranks_are_compared_with_those_that_hold_the_same_part(flipped, diverged):
     """Three replicas of a model that two ranks share; the ranks of a part hold equal bits."""
