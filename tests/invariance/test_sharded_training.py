@@ -62,6 +62,16 @@ def max_difference(one: Path, other: Path) -> float:
     return max(float((first[name] - second[name]).abs().max()) for name in first)
 
 
+def compute_change(model: Path, family: str) -> float:
+    """Compute by how much training changed the weight of the denoiser that it changed most."""
+    component = {"sd1": "unet", "flux": "transformer"}[family]
+    before = getattr(
+        FAMILIES_BY_NAME.get(family)().load(f"random:{family}:tiny", torch.float32), component
+    ).state_dict()
+    after = load_file(model / component / "diffusion_pytorch_model.safetensors")
+    return max(float((after[name].float() - before[name]).abs().max()) for name in after)
+
+
 @pytest.fixture(scope="module")
 def whole_models(even_dataset, tmp_path_factory):
     """The model that one process trains, by family."""
@@ -70,13 +80,8 @@ def whole_models(even_dataset, tmp_path_factory):
         name: train_full(even_dataset, folder / name, 1, "--pretrained_model_name_or_path", f"random:{name}:tiny")
         for name in FAMILIES
     }
-    for name, component in zip(FAMILIES, ("unet", "transformer"), strict=True):
-        before = getattr(
-            FAMILIES_BY_NAME.get(name)().load(f"random:{name}:tiny", torch.float32), component
-        ).state_dict()
-        after = load_file(models[name] / component / "diffusion_pytorch_model.safetensors")
-        change = max(float((after[key] - before[key]).abs().max()) for key in after)
-        assert change > 0.05, "a difference of 1e-5 is then less than a thousandth of what was learned"
+    for name, model in models.items():
+        assert compute_change(model, name) > 0.05, "1e-5 is then less than a thousandth of what was learned"
     return models
 
 
@@ -102,6 +107,18 @@ def test_sharded_training_gives_the_model_of_one_process(family, ranks, flags, e
     sharded = train_full(even_dataset, tmp_path, ranks, *model, *flags.split())
 
     assert max_difference(whole_models[family], sharded) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["--mixed_precision bf16", "--mixed_precision bf16 --full_bf16"])
+def test_sharded_training_in_bf16_is_that_of_one_process_but_for_rounding(precision, even_dataset, tmp_path):
+    flags = ("--pretrained_model_name_or_path", "random:sd1:tiny", *precision.split())
+    whole = train_full(even_dataset, tmp_path / "whole", 1, *flags)
+    sharded = train_full(even_dataset, tmp_path / "sharded", 2, *flags, "--fsdp", "--gradient_checkpointing")
+
+    assert max_difference(whole, sharded) < 0.1 * compute_change(whole, "sd1")
+    dtypes = {tensor.dtype for name, tensor in read_weights(sharded).items() if name.startswith("unet.")}
+    assert dtypes == {torch.bfloat16 if "full_bf16" in precision else torch.float32}
 
 
 # refused settings
