@@ -36,6 +36,9 @@ PERTURBATION_STD = 1e-2
 """LoRA B starts at zero, which makes the gradient of A zero; the probe adds noise with this deviation."""
 
 
+SumOverShards = Callable[[torch.Tensor], torch.Tensor]
+"""Sums what each rank counted in its part of the weights (``Strategy.sum_over_shards``)."""
+
 MAX_PROBE_SIZE = 128
 """Pixels; attention over a single token, as in smaller images, gives queries and keys no gradient."""
 
@@ -53,14 +56,17 @@ def probe_gradients(run: TrainingRun, batch: PixelBatch) -> None:
             run.task.dropout.sample_keys = None
     model = run.strategy.unwrap_model(run.model)
     weights = {name: item for name, item in model.named_parameters() if item.requires_grad}
-    nonzero = _count_elements(run.strategy, list(weights.values()), torch.count_nonzero)
+    sum_over_shards = run.strategy.sum_over_shards
+    nonzero = _count_elements(list(weights.values()), torch.count_nonzero, sum_over_shards)
     zeros = [item for item, count in zip(weights.values(), nonzero, strict=True) if not count]
     generator = derive_generator(run.config.train.seed, Purpose.GRADIENT_PROBE)
     try:
         for item in zeros:
             copy_to_shard(item, torch.randn(item.shape, generator=generator) * PERTURBATION_STD)
         loss = torch.stack([run_forward_backward(run, batch, each) for each in task.list_expert_tasks()]).sum()
-        _check_gradients(run.strategy, float(loss), {name: item.grad for name, item in weights.items()})
+        gradients = {name: item.grad for name, item in weights.items()}
+        _refuse_decay_of_idle_weights(run.strategy, [name for name, each in gradients.items() if each is None])
+        _check_gradients(float(loss), gradients, sum_over_shards)
     finally:
         with torch.no_grad():
             for item in zeros:
@@ -69,23 +75,29 @@ def probe_gradients(run: TrainingRun, batch: PixelBatch) -> None:
                 item.grad = None
 
 
+def _keep(values: torch.Tensor) -> torch.Tensor:
+    return values
+
+
 def _count_elements(
-    strategy: Strategy, tensors: Sequence[torch.Tensor], count: Callable[[torch.Tensor], torch.Tensor]
+    tensors: Sequence[torch.Tensor], count: Callable[[torch.Tensor], torch.Tensor], sum_over_shards: SumOverShards
 ) -> list[int]:
     """Count elements of each tensor, of which each rank may hold a part."""
     counts = [int(count(get_local_shard(tensor.detach()))) for tensor in tensors]
-    return [int(each) for each in strategy.sum_over_shards(torch.tensor(counts, dtype=torch.int64)).tolist()]
+    return [int(each) for each in sum_over_shards(torch.tensor(counts, dtype=torch.int64)).tolist()]
 
 
 def _count_non_finite(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.isfinite().logical_not().sum()
 
 
-def _check_gradients(strategy: Strategy, loss: float, gradients: dict[str, torch.Tensor | None]) -> None:
+def _check_gradients(
+    loss: float, gradients: dict[str, torch.Tensor | None], sum_over_shards: SumOverShards = _keep
+) -> None:
     given = {name: gradient for name, gradient in gradients.items() if gradient is not None}
-    nonzero = _count_elements(strategy, list(given.values()), torch.count_nonzero)
+    nonzero = _count_elements(list(given.values()), torch.count_nonzero, sum_over_shards)
     reached = [name for name, count in zip(given, nonzero, strict=True) if count]
-    non_finite = _count_elements(strategy, [given[name] for name in reached], _count_non_finite)
+    non_finite = _count_elements([given[name] for name in reached], _count_non_finite, sum_over_shards)
     broken = [name for name, count in zip(reached, non_finite, strict=True) if count]
     if not torch.isfinite(torch.tensor(loss)) or broken:
         raise UserError(
@@ -96,7 +108,6 @@ def _check_gradients(strategy: Strategy, loss: float, gradients: dict[str, torch
     if not reached:
         raise UserError("before the first step: no trainable parameter gets a gradient")
     idle = [name for name in gradients if name not in set(reached)]
-    _refuse_decay_of_idle_weights(strategy, [name for name in idle if name not in given])
     if idle:
         logger.warning(
             "%d of %d trainable parameters get no gradient and will not be trained:%s",

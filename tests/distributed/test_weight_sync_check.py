@@ -31,8 +31,8 @@ def train_with_flipped_bit(flipped_rank: int, flip_step: int, *words: str) -> tu
 
     build_optimizer, steps, looks = optimizers.build_optimizer, [], []
 
-    def at_optimizer(*arguments):
-        optimizer = build_optimizer(*arguments)
+    def at_optimizer(*arguments, **named):
+        optimizer = build_optimizer(*arguments, **named)
         original = optimizer.step
 
         def step(*more, **named):

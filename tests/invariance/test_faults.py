@@ -125,8 +125,8 @@ def run_out_of_memory(phase: str, failing_rank: int, max_images: int, *flags: st
         backward(self, loss, **more)
         fail_in_phase("backward")
 
-    def build_failing_optimizer(*arguments):
-        optimizer = build_optimizer(*arguments)
+    def build_failing_optimizer(*arguments, **named):
+        optimizer = build_optimizer(*arguments, **named)
         step = optimizer.step
         optimizer.step = lambda *_, **__: fail_in_phase("optimizer") or step()
         return optimizer

@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import all_options_run
 import pytest
@@ -21,6 +22,8 @@ from library.models.families import FAMILIES as FAMILIES_BY_NAME
 from library.optim.optimizers import ParamGroup, build_optimizer
 from library.optim.validate_optimizer import validate_elementwise_optimizer
 from library.parallel.sharded_weights import get_local_shard
+from library.training.callbacks import WeightsDiverged, WeightSyncCheck, hash_tensors
+from library.training.state import TrainState
 
 __all__ = ["even_dataset"]  # a fixture
 
@@ -59,6 +62,16 @@ def max_difference(one: Path, other: Path) -> float:
     return max(float((first[name] - second[name]).abs().max()) for name in first)
 
 
+def compute_change(model: Path, family: str) -> float:
+    """Compute by how much training changed the weight of the denoiser that it changed most."""
+    component = {"sd1": "unet", "flux": "transformer"}[family]
+    before = getattr(
+        FAMILIES_BY_NAME.get(family)().load(f"random:{family}:tiny", torch.float32), component
+    ).state_dict()
+    after = load_file(model / component / "diffusion_pytorch_model.safetensors")
+    return max(float((after[name].float() - before[name]).abs().max()) for name in after)
+
+
 @pytest.fixture(scope="module")
 def whole_models(even_dataset, tmp_path_factory):
     """The model that one process trains, by family."""
@@ -67,13 +80,8 @@ def whole_models(even_dataset, tmp_path_factory):
         name: train_full(even_dataset, folder / name, 1, "--pretrained_model_name_or_path", f"random:{name}:tiny")
         for name in FAMILIES
     }
-    for name, component in zip(FAMILIES, ("unet", "transformer"), strict=True):
-        before = getattr(
-            FAMILIES_BY_NAME.get(name)().load(f"random:{name}:tiny", torch.float32), component
-        ).state_dict()
-        after = load_file(models[name] / component / "diffusion_pytorch_model.safetensors")
-        change = max(float((after[key] - before[key]).abs().max()) for key in after)
-        assert change > 0.05, "a difference of 1e-5 is then less than a thousandth of what was learned"
+    for name, model in models.items():
+        assert compute_change(model, name) > 0.05, "1e-5 is then less than a thousandth of what was learned"
     return models
 
 
@@ -101,9 +109,22 @@ def test_sharded_training_gives_the_model_of_one_process(family, ranks, flags, e
     assert max_difference(whole_models[family], sharded) < 1e-5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["--mixed_precision bf16", "--mixed_precision bf16 --full_bf16"])
+def test_sharded_training_in_bf16_is_that_of_one_process_but_for_rounding(precision, even_dataset, tmp_path):
+    flags = ("--pretrained_model_name_or_path", "random:sd1:tiny", *precision.split())
+    whole = train_full(even_dataset, tmp_path / "whole", 1, *flags)
+    sharded = train_full(even_dataset, tmp_path / "sharded", 2, *flags, "--fsdp", "--gradient_checkpointing")
+
+    assert max_difference(whole, sharded) < 0.1 * compute_change(whole, "sd1")
+    dtypes = {tensor.dtype for name, tensor in read_weights(sharded).items() if name.startswith("unet.")}
+    assert dtypes == {torch.bfloat16 if "full_bf16" in precision else torch.float32}
+
+
 # refused settings
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -123,6 +144,7 @@ def test_optimizers_that_need_whole_weights_are_refused_by_name_with_the_reason(
     ]
 
 
+@pytest.mark.quick
 def test_zero_stage_3_is_refused_for_trained_weights():
     config = parse_config("--train full --deepspeed --zero_stage 3".split()).config
     assert format_lines(validate_deepspeed(config, World())) == [
@@ -209,6 +231,26 @@ def test_an_infinite_gradient_in_one_shard_skips_the_step_on_all_ranks(infinite_
     assert run_on_ranks(2, step_with_infinite_gradient, infinite_on) == [expected, expected]
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize(("flipped", "diverged"), [(None, None), (3, "ranks? 3"), (2, "ranks? 2")])
+def test_ranks_are_compared_with_those_that_hold_the_same_part(flipped, diverged):
+    """Three replicas of a model that two ranks share; the ranks of a part hold equal bits."""
+    weights = [torch.full((3,), float(rank % 2)) for rank in range(6)]
+    if flipped is not None:
+        weights[flipped][1] += 1e-6
+    found = [(rank % 2, hash_tensors([weight])) for rank, weight in enumerate(weights)]
+    comm = SimpleNamespace(world_size=6, all_gather_object=lambda own: found, hostnames=["a"] * 6)
+    strategy = SimpleNamespace(comm=comm, shard_rank=0, shard_group=object())
+    run = SimpleNamespace(strategy=strategy, ema=None, parameters=[weights[0]], state=TrainState(step=4))
+    check = WeightSyncCheck(None, [])
+    if diverged is None:
+        check.check(run)
+        assert check.last_equal_step == 4
+        return
+    with pytest.raises(WeightsDiverged, match=f"the weights of {diverged} .*differ from those of ranks that hold the"):
+        check.check(run)
+
+
 # memory
 
 
@@ -283,6 +325,23 @@ def test_a_killed_sharded_run_resumes_to_the_bit_and_on_other_ranks_with_the_sam
     for name in ("alone", "more"):
         for model in ("lora", "lora-ema"):
             assert max_difference(whole / model, tmp_path / name / model) < 1e-5, (name, model)
+
+
+@pytest.mark.slow
+def test_a_run_of_zero_2_goes_on_from_its_checkpoint_to_the_bit(even_dataset, tmp_path):
+    pytest.importorskip("deepspeed")
+    zero = (*RESUMED, "--deepspeed", "--zero_stage", "2")
+    whole = train_full(even_dataset, tmp_path / "whole", 2, *zero).parent
+    copies = [copy_as_killed(whole, tmp_path / name, 2) for name in ("resumed", "alone")]
+    for folder in copies:
+        for name in ("lora", "lora-ema"):
+            shutil.rmtree(folder / name)
+
+    train_full(even_dataset, copies[0], 2, *zero)
+    for name in ("lora", "lora-ema", "lora-state"):
+        assert_equal_to_the_bit(whole / name, copies[0] / name)
+    train_full(even_dataset, copies[1], 1, *RESUMED)
+    assert max_difference(whole / "lora", copies[1] / "lora") < 1e-5
 
 
 @pytest.mark.slow
