@@ -26,6 +26,7 @@ from .validate_distributed import (
 )
 from .validate_full import validate_full_training
 from .validate_objective import validate_objective_options, validate_preservation_options
+from .validate_slider import validate_slider_run
 from .validate_optim import (
     validate_learning_rates,
     validate_lr_scheduler,
@@ -84,6 +85,7 @@ def validate_config(config: RunConfig, explicit: ExplicitOptions) -> Iterator[Pr
         validate_cuda_graph_options(config),
         validate_profile_steps(config.train),
         validate_full_training(config),
+        validate_slider_run(config),
     )
     return chain.from_iterable(checks)
 

@@ -32,6 +32,7 @@ from ..config.schema_objective import LossConfig, NoiseConfig
 from ..config.schema_output import SaveConfig, StateConfig
 from ..config.unused_options import find_unused_options
 from ..config.validate_objective import validate_objective_for_model
+from ..config.validate_slider import explain_unscalable
 from ..dataset.dataset_config import can_load_datasets, load_dataset_config
 from ..dataset.validate import collect_subset_settings
 from ..errors import ConfigError
@@ -92,7 +93,26 @@ def list_settings_checks() -> Sequence[SettingsCheck]:
             loaded.config.data, loaded.config.cache, loaded.config.train, loaded.invalid_options
         ),
         lambda loaded: validate_model_options(loaded.config, loaded.locations),
+        lambda loaded: _validate_multipliers(loaded.config),
     )
+
+
+def _validate_multipliers(config: RunConfig) -> Iterator[Problem]:
+    """Check that the adapter can be trained at the strengths that datasets ask for."""
+    if not can_load_datasets(config.data):
+        return
+    distributed, parallel = config.distributed, config.parallel
+    engines = {
+        "torch_compile": distributed.torch_compile,
+        "cuda_graphs": distributed.cuda_graphs,
+        "pp_size": parallel.pp_size > 1,
+    }
+    reasons = [f"not supported with {name}" for name, is_set in engines.items() if is_set]
+    reasons = [*filter(None, [explain_unscalable(config.adapter)]), *reasons]
+    for dataset in load_dataset_config(config.data).datasets if reasons else ():
+        if dataset.network_multiplier != 1:
+            key = "multiplier" if config.data.slider_prompts else "network_multiplier"
+            yield Problem(key, reasons[0], "use 1 there, or another adapter", dataset.locate("network_multiplier"))
 
 
 def list_run_checks() -> Sequence[RunCheck]:
@@ -129,6 +149,7 @@ def list_run_checks() -> Sequence[RunCheck]:
             config, facts.family, facts.supports_cuda_graphs, facts.device
         ),
         lambda config, facts: validate_model.validate_preservation(config, facts.family, facts.is_compile_enabled),
+        lambda config, facts: validate_model.validate_slider_family(config, facts.family, facts.detected),
         lambda config, facts: validate_model.validate_quantized_matmul(
             config.model, config.parallel, facts.mixed_precision, facts.device
         ),

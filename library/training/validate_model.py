@@ -15,8 +15,8 @@ from ..config.schema_optim import OptimConfig
 from ..config.schema_output import PreviewConfig
 from ..config.validate_adapter import validate_adapter_for_model
 from ..errors import ConfigError
-from ..models.base import Family
-from ..models.detect import DetectedModel
+from ..models.base import ControlTextFamily, Family
+from ..models.detect import DetectedModel, build_control_limits
 from ..models.loading import load_components_on_meta
 from ..models.trained_components import select_trained_text_encoders
 from ..models.validate_options import validate_attention_mode
@@ -234,6 +234,22 @@ def validate_preservation(config: RunConfig, family: Family, is_compile_enabled:
     recomputes = config.train.gradient_checkpointing or config.train.on_oom == "recover"
     if recomputes and (reason := family.facts.blocks.unsupported_strategies.get("preservation")):
         yield Problem(option, f"{reason} by gradient checkpointing", "remove one of them")
+
+
+def validate_slider_family(config: RunConfig, family: Family, detected: DetectedModel) -> Iterator[Problem]:
+    """Training on texts alone needs a model that makes pictures or clips of texts alone, with one denoiser."""
+    if config.data.slider_prompts is None:
+        return
+    facts, reason = family.facts, ""
+    if facts.pipeline.experts is not None:
+        reason = "has two transformers, and the latents of one are denoised by both"
+    elif build_control_limits(detected).describe_problem(0) or isinstance(family, ControlTextFamily):
+        reason = "needs control images"
+    elif type(family).encode_frame_cond is not Family.encode_frame_cond:
+        reason = "needs the frames of clips themselves"
+    if reason:
+        fix = "use a model that makes its pictures or clips of texts alone"
+        yield Problem("slider_prompts", f"{facts.title} {reason}", fix, others=("pretrained_model_name_or_path",))
 
 
 def validate_compile(family: Family, is_compile_enabled: bool) -> Iterator[Problem]:
