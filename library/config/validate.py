@@ -26,13 +26,13 @@ from .validate_distributed import (
 )
 from .validate_full import validate_full_training
 from .validate_objective import validate_objective_options, validate_preservation_options
-from .validate_slider import validate_slider_run
 from .validate_optim import (
     validate_learning_rates,
     validate_lr_scheduler,
     validate_optimizer_arguments,
     validate_self_tuning_optimizers,
 )
+from .validate_slider import validate_slider_run
 
 THUMBNAIL_TYPES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
 MAX_THUMBNAIL_BYTES = 2**22

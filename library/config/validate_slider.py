@@ -1,5 +1,4 @@
-"""Training on texts alone (``--slider_prompts``): what it implies, what it refuses, and which options mean nothing to it.
-"""
+"""Training on texts alone (``--slider_prompts``): what it implies and refuses, and which options mean nothing to it."""
 
 from collections.abc import Iterator
 from dataclasses import replace

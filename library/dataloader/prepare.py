@@ -214,7 +214,9 @@ def prepare_data(
         raise ConfigError([Problem("dataset_config", "missing", "set the TOML file that lists the image folders")])
     parsed = load_dataset_config(config)
     if config.slider_prompts is not None:
-        return _prepare_slider_data(config, parsed, size_multiple, model=model, frame_rule=frame_rule, max_side=max_side)
+        return _prepare_slider_data(
+            config, parsed, size_multiple, model=model, frame_rule=frame_rule, max_side=max_side
+        )
     problems = [*validate_dataset_config(config), *validate_resolution_multiple(parsed.datasets, size_multiple, model)]
     if frame_rule is None:
         problems += find_clips_for_image_models(parsed.datasets, model, "")

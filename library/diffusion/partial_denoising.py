@@ -5,7 +5,8 @@ that predict noise or v, Euler's for flow matching.  So after k of n steps the l
 ``T - 1 - k T / n``, at which ``train_leco.py`` of sd-scripts compares predictions; it takes DDPM's random steps.
 """
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -26,7 +27,9 @@ def list_timesteps(process: NoiseProcess, num_steps: int, num_tokens: int) -> li
     return [max(0.0, float(round(fraction * process.num_timesteps) - 1)) for fraction in fractions]
 
 
-def step_down(process: NoiseProcess, latents: Tensor, prediction: Tensor, timestep: Tensor, following: Tensor) -> Tensor:
+def step_down(
+    process: NoiseProcess, latents: Tensor, prediction: Tensor, timestep: Tensor, following: Tensor
+) -> Tensor:
     """Take the latents from one timestep (B,) to the following one, by the prediction of the model."""
     if isinstance(process, FlowMatchingProcess):
         change = (process.sigma(following) - process.sigma(timestep)).view(-1, *[1] * (latents.ndim - 1))
@@ -43,12 +46,8 @@ def step_down(process: NoiseProcess, latents: Tensor, prediction: Tensor, timest
 def denoise(process: NoiseProcess, noise: Tensor, timesteps: list[float], predict: Predict) -> tuple[Tensor, Tensor]:
     """Denoise from the first to the last of the timesteps; return the latents and the last timestep (B,)."""
     latents, batch = noise, noise.shape[0]
-    for now, following in _iter_pairs(timesteps):
+    for now, following in itertools.pairwise(timesteps):
         both = (torch.full((batch,), value, dtype=torch.float32) for value in (now, following))
         t, after = (each.to(noise.device, non_blocking=True) for each in both)
         latents = step_down(process, latents, predict(latents, t).float(), t, after)
     return latents, torch.full((batch,), timesteps[-1], dtype=torch.float32).to(noise.device, non_blocking=True)
-
-
-def _iter_pairs(values: list[float]) -> Iterator[tuple[float, float]]:
-    return zip(values[:-1], values[1:], strict=True)

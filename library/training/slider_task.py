@@ -169,9 +169,7 @@ class SliderModel:
         self, task: DiffusionTask, config: SliderConfig, prompts: Sequence[SliderPrompt], base_model: nn.Module
     ) -> SliderTask:
         """Build the task from that of images; ``base_model`` is without the collectives of DDP."""
-        guidance = DenoisingGuidance.choose(
-            config, task.family, task.pipe, has_embedding=self.has_guidance_embedding
-        )
+        guidance = DenoisingGuidance.choose(config, task.family, task.pipe, has_embedding=self.has_guidance_embedding)
         parts = {item.name: getattr(task, item.name) for item in fields(task)}
         return SliderTask(
             **parts,
