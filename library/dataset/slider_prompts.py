@@ -55,8 +55,8 @@ class SliderPrompt:
 
     @property
     def content_hash(self) -> str:
-        """Hash everything that the training depends on."""
-        return hashlib.blake2b(repr(self).encode(), digest_size=16).hexdigest()
+        """Hash everything that the training depends on but the batch size, which another batch layout may change."""
+        return hashlib.blake2b(repr(replace(self, batch_size=1)).encode(), digest_size=16).hexdigest()
 
     def describe(self) -> str:
         """Describe it in one line, as the log and the names of samples have it."""

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from ..config.schema_distributed import ParallelConfig
 from ..config.schema_optim import OptimConfig
 from ..config.schema_output import PreviewConfig
 from ..config.validate_adapter import validate_adapter_for_model
+from ..config.validate_slider import explain_unscalable
+from ..dataloader.sample_prompts import Prompt
 from ..errors import ConfigError
 from ..models.base import ControlTextFamily, Family
 from ..models.detect import DetectedModel, build_control_limits
@@ -234,6 +236,14 @@ def validate_preservation(config: RunConfig, family: Family, is_compile_enabled:
     recomputes = config.train.gradient_checkpointing or config.train.on_oom == "recover"
     if recomputes and (reason := family.facts.blocks.unsupported_strategies.get("preservation")):
         yield Problem(option, f"{reason} by gradient checkpointing", "remove one of them")
+
+
+def validate_prompt_strengths(adapter: AdapterConfig, prompts: Sequence[Prompt]) -> Iterator[Problem]:
+    """Check that previews can be made at the strengths of the adapter that their prompts ask for."""
+    reason = explain_unscalable(adapter)
+    for prompt in prompts if reason else ():
+        if prompt.network_multiplier != 1:
+            yield prompt.report("network_multiplier", reason or "", "leave it out")
 
 
 def validate_slider_family(config: RunConfig, family: Family, detected: DetectedModel) -> Iterator[Problem]:
