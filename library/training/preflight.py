@@ -149,7 +149,9 @@ def list_run_checks() -> Sequence[RunCheck]:
             config, facts.family, facts.supports_cuda_graphs, facts.device
         ),
         lambda config, facts: validate_model.validate_preservation(config, facts.family, facts.is_compile_enabled),
-        lambda config, facts: validate_model.validate_slider_family(config, facts.family, facts.detected),
+        lambda config, facts: validate_model.validate_slider_family(
+            config, facts.family, facts.detected, facts.is_compile_enabled
+        ),
         lambda config, facts: validate_model.validate_quantized_matmul(
             config.model, config.parallel, facts.mixed_precision, facts.device
         ),

@@ -246,10 +246,15 @@ def validate_prompt_strengths(adapter: AdapterConfig, prompts: Sequence[Prompt])
             yield prompt.report("network_multiplier", reason or "", "leave it out")
 
 
-def validate_slider_family(config: RunConfig, family: Family, detected: DetectedModel) -> Iterator[Problem]:
+def validate_slider_family(
+    config: RunConfig, family: Family, detected: DetectedModel, is_compile_enabled: bool = False
+) -> Iterator[Problem]:
     """Training on texts alone needs a model that makes pictures or clips of texts alone, with one denoiser."""
     if config.data.slider_prompts is None:
         return
+    if is_compile_enabled and not config.distributed.torch_compile:
+        text = "accelerate's settings ask for torch.compile, whose blocks have the adapter switched on"
+        yield Problem("slider_prompts", text, "add --no-torch_compile")
     facts, reason = family.facts, ""
     if facts.pipeline.experts is not None:
         reason = "has two transformers, and the latents of one are denoised by both"

@@ -321,9 +321,7 @@ def test_a_clip_from_images_needs_them(name, flags):
 
 
 def test_the_strength_of_the_lora_is_a_number_of_either_sign(tmp_path):
-    path = tmp_path / "prompts.txt"
-    path.write_text("a cat --am -1.5\na cat\na cat --am strong\n", encoding="utf-8")
-    with pytest.raises(FileError, match=r"prompts.txt:3: --am: expected a number, got 'strong'"):
-        load_prompts(path)
-    path.write_text("a cat --am -1.5\na cat\n", encoding="utf-8")
-    assert [prompt.network_multiplier for prompt in load_prompts(path)] == [-1.5, 1.0]
+    (line,) = problems(tmp_path, "p.txt", "a cat --am -1.5\na cat --am strong\n")
+    assert line == ":2: --am: expected a number, got 'strong'"
+    prompts = read(tmp_path, "p.txt", "a cat --am -1.5\na cat\n")
+    assert [prompt.network_multiplier for prompt in prompts] == [-1.5, 1.0]

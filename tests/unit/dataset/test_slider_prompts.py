@@ -10,7 +10,6 @@ from library.config.types import Resolution
 from library.dataset.dataset_config import load_dataset_config
 from library.dataset.slider_prompts import ParsedSliderPrompts, SliderPrompt, parse_slider_prompts
 
-
 VAN_GOGH = SliderPrompt("van gogh", "van gogh", "", "", "erase", 1.5, Resolution(768, 512), batch_size=2)
 FOX = SliderPrompt("a fox", "an old fox", "a young fox", "a fox", "enhance", 2.0, weight=0.5)
 

@@ -8,7 +8,6 @@ from library.diffusion.partial_denoising import denoise, list_timesteps
 from library.diffusion.process import FlowMatchingProcess, build_discrete_process
 from library.diffusion.timestep_shift import FixedShift
 
-
 NOISE = torch.randn(2, 4, 6, 8, generator=torch.Generator().manual_seed(1))
 
 
