@@ -3,8 +3,8 @@
     python -m scripts.demo_slider [LORA.safetensors [SHEET.png]]
 
 prints, for each subject and strength, how green it is: the mean of green minus red over its pixels, which are those
-that are not white at strength 0; how much of its outline stays: the pixels that are in both outlines, as a part of
-those that are in one of them; and how much its pixels change on average, of 255.
+that are white neither here nor at strength 0; how much of its outline stays: these pixels as a part of those that are
+not white in one of the two; and how much the pixels of the picture change on average, of 255.
 """
 
 import sys
@@ -21,27 +21,33 @@ from library.demo import BUILT_IN_MODEL_DIR
 
 SUBJECTS = ("a red apple", "a strawberry", "a fox", "a sunflower")
 STRENGTHS = (-2.0, -1.0, 0.0, 1.0, 2.0)
-SIDE, GAP, SEED, STEPS, GUIDANCE = 96, 4, 1, 15, 3.0
+SIDE, GAP, STEPS, GUIDANCE = 96, 4, 15, 3.0
+SEEDS = (1, 2, 3, 4)
+"""Each subject is drawn with all of them; the figures are means, and the sheet has the first."""
 WHITE = 240
 """Pixels whose darkest channel is at least this bright are background."""
 
 Pixels = NDArray[np.float64]
 
 
-def draw_pictures(lora: Path, subjects: Sequence[str] = SUBJECTS) -> dict[str, list[Image.Image]]:
-    """Draw each subject at each strength, always from the same noise."""
+def draw_pictures(lora: Path, subjects: Sequence[str] = SUBJECTS) -> dict[str, list[list[Image.Image]]]:
+    """Draw each subject at each strength with all seeds."""
     pipe = StableDiffusionPipeline.from_pretrained(BUILT_IN_MODEL_DIR)
     pipe.set_progress_bar_config(disable=True)
     pipe.load_lora_weights(lora.parent, weight_name=lora.name, adapter_name="slider")
-    pictures: dict[str, list[Image.Image]] = {subject: [] for subject in subjects}
+    pictures: dict[str, list[list[Image.Image]]] = {subject: [] for subject in subjects}
     for strength in STRENGTHS:
         pipe.set_adapters("slider", strength)
         for subject in subjects:
-            noise = torch.Generator().manual_seed(SEED)
             drawn = pipe(
-                subject, num_inference_steps=STEPS, guidance_scale=GUIDANCE, height=SIDE, width=SIDE, generator=noise
+                [subject] * len(SEEDS),
+                num_inference_steps=STEPS,
+                guidance_scale=GUIDANCE,
+                height=SIDE,
+                width=SIDE,
+                generator=[torch.Generator().manual_seed(seed) for seed in SEEDS],
             )
-            pictures[subject].append(drawn.images[0])
+            pictures[subject].append(drawn.images)
     return pictures
 
 
@@ -51,30 +57,30 @@ def find_outline(picture: Pixels) -> NDArray[np.bool_]:
     return outline
 
 
-def measure(pictures: Sequence[Image.Image]) -> list[dict[str, float]]:
-    """Measure the pictures of one subject against that at strength 0."""
-    arrays = [np.asarray(picture.convert("RGB"), float) for picture in pictures]
-    base = arrays[STRENGTHS.index(0.0)]
-    outline, figures = find_outline(base), []
-    for array in arrays:
-        own = find_outline(array)
-        figures.append(
-            {
-                "green": float((array[..., 1] - array[..., 0])[outline].mean()),
-                "outline": float((own & outline).sum() / (own | outline).sum()),
-                "change": float(np.abs(array - base).mean()),
-            }
-        )
-    return figures
+def measure(pictures: Sequence[Sequence[Image.Image]]) -> list[dict[str, float]]:
+    """Measure the pictures of one subject at each strength against those at strength 0 with the same seed."""
+    arrays = [[np.asarray(picture.convert("RGB"), float) for picture in row] for row in pictures]
+    return [_compare_rows(row, arrays[STRENGTHS.index(0.0)]) for row in arrays]
 
 
-def draw_sheet(pictures: Mapping[str, Sequence[Image.Image]]) -> Image.Image:
+def _compare_rows(row: Sequence[Pixels], base: Sequence[Pixels]) -> dict[str, float]:
+    """Compare the pictures of all seeds with those at strength 0; return the means."""
+    figures = []
+    for array, first in zip(row, base, strict=True):
+        own, outline = find_outline(array), find_outline(first)
+        both = own & outline
+        green = (array[..., 1] - array[..., 0])[both].mean()
+        figures.append((green, both.sum() / (own | outline).sum(), np.abs(array - first).mean()))
+    return dict(zip(("green", "outline", "change"), np.mean(figures, axis=0).tolist(), strict=True))
+
+
+def draw_sheet(pictures: Mapping[str, Sequence[Sequence[Image.Image]]]) -> Image.Image:
     """Put the pictures of each subject into a row, and those of each strength into a column."""
     step, rows = SIDE + GAP, list(pictures.values())
     sheet = Image.new("RGB", (len(STRENGTHS) * step - GAP, len(rows) * step - GAP), "white")
     for top, row in enumerate(rows):
-        for left, picture in enumerate(row):
-            sheet.paste(picture, (left * step, top * step))
+        for left, drawn in enumerate(row):
+            sheet.paste(drawn[0], (left * step, top * step))
     return sheet
 
 

@@ -118,8 +118,8 @@ def denoise_by_hand(
         )
         scheduler.set_timesteps(sigmas=[1 - number / MAX_STEPS for number in range(MAX_STEPS)])
     else:
-        config = dict(task.pipe.scheduler.config) | {"timestep_spacing": "trailing", "clip_sample": False}
-        scheduler = DDIMScheduler.from_config(config)
+        config = task.pipe.scheduler.config
+        scheduler = DDIMScheduler.from_config(config, timestep_spacing="trailing", clip_sample=False)
         scheduler.set_timesteps(MAX_STEPS)
     family = type(task.family)(ModelConfig(guidance_scale=guidance)) if embedded else task.family
     conditional, plain = encode(task, batch, prompt.target), encode(task, batch, prompt.unconditional, is_negative=True)
