@@ -7,7 +7,6 @@ It has the formats of sd-scripts' ``train_leco.py``, TOML or YAML: entries with 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -301,13 +300,13 @@ class _PromptFileParser:
                 f"sd-scripts; neutral = {target!r} keeps the class as it is at 0"
             )
         for size in sizes:
-            build = partial(SliderPrompt, target, resolution=size, places=entry.places, **values)
+            base = SliderPrompt(target, positive, negative, "", resolution=size, places=entry.places, **values)
             for neutral in neutrals:
                 for first, second, action, sign in _list_directions(positive, negative):
-                    prompt = build(first, second, neutral, action=action, multiplier=sign * multiplier)
-                    yield from _add_attributes(prompt, attributes)
-            kept = build(positive, negative, neutrals[0])
-            yield from _keep_texts(kept, preserve, [multiplier, -multiplier])
+                    strength = sign * multiplier
+                    prompt = replace(base, positive=first, unconditional=second, action=action, multiplier=strength)
+                    yield from _add_attributes(replace(prompt, neutral=neutral), attributes)
+            yield from _keep_texts(base, preserve, [multiplier, -multiplier])
 
     def list_neutrals(self, values: Mapping[str, Any]) -> list[str]:
         """List the neutral texts of a slider: its own, those of its files, or the empty one."""
@@ -366,7 +365,8 @@ def _add_attributes(prompt: SliderPrompt, attributes: Sequence[str]) -> Iterator
     """Write each attribute before all texts; without any the prompt stays as it is."""
     names = ("target", "positive", "unconditional", "neutral")
     for attribute in attributes:
-        yield replace(prompt, **{name: f"{attribute} {getattr(prompt, name)}".strip() for name in names})
+        changes: dict[str, Any] = {name: f"{attribute} {getattr(prompt, name)}".strip() for name in names}
+        yield replace(prompt, **changes)
     if not attributes:
         yield prompt
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from scripts.demo_slider import STRENGTHS, draw_pictures, draw_sheet, format_table, measure
 
 ROOT = Path(__file__).resolve().parents[3]
