@@ -129,8 +129,9 @@ def build_slider_datasets(path: Path, parsed: ParsedSliderPrompts) -> ParsedData
         if len(key_path) < 2:
             return Place(str(path))
         places = parsed.prompts[int(key_path[1])].places
-        name = "multiplier" if key_path[-1] == "network_multiplier" else str(key_path[-1])
-        return places[name].with_key(name) if name in places else places[""]
+        last = key_path[-1] if isinstance(key_path[-1], str) else ""
+        name = "multiplier" if last == "network_multiplier" else last
+        return places[name].with_key(name) if name in places else places[""].with_key(name)
 
     document = {
         "datasets": [

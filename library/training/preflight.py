@@ -99,20 +99,21 @@ def list_settings_checks() -> Sequence[SettingsCheck]:
 
 def _validate_multipliers(config: RunConfig) -> Iterator[Problem]:
     """Check that the adapter can be trained at the strengths that datasets ask for."""
-    if not can_load_datasets(config.data):
+    if not can_load_datasets(config.data) or (config.data.slider_prompts and config.adapter.is_full):
         return
-    distributed, parallel = config.distributed, config.parallel
+    reason, fix = explain_unscalable(config.adapter), "use 1 there, or another adapter"
     engines = {
-        "torch_compile": distributed.torch_compile,
-        "cuda_graphs": distributed.cuda_graphs,
-        "pp_size": parallel.pp_size > 1,
+        "torch_compile": config.distributed.torch_compile,
+        "cuda_graphs": config.distributed.cuda_graphs,
+        "pp_size": config.parallel.pp_size > 1,
     }
-    reasons = [f"not supported with {name}" for name, is_set in engines.items() if is_set]
-    reasons = [*filter(None, [explain_unscalable(config.adapter)]), *reasons]
-    for dataset in load_dataset_config(config.data).datasets if reasons else ():
+    unsupported = [name for name, is_set in engines.items() if is_set and not config.data.slider_prompts]
+    if reason is None and unsupported:
+        reason, fix = f"not supported with {unsupported[0]}", f"use 1 there, or remove {unsupported[0]}"
+    for dataset in load_dataset_config(config.data).datasets if reason else ():
         if dataset.network_multiplier != 1:
-            key = "multiplier" if config.data.slider_prompts else "network_multiplier"
-            yield Problem(key, reasons[0], "use 1 there, or another adapter", dataset.locate("network_multiplier"))
+            place = dataset.locate("network_multiplier")
+            yield Problem(place.key or "network_multiplier", reason or "", fix, place)
 
 
 def list_run_checks() -> Sequence[RunCheck]:

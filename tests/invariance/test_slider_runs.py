@@ -135,7 +135,7 @@ def test_settings_with_which_it_cannot_work_are_named_before_a_model_is_loaded(t
         (("--gpu_memory", "24GB"), "it chooses among caches of images"),
         (("--slider_prompts", str(tmp_path / "none.toml")), "none.toml: no such file"),
         (("--slider_prompts", str(tmp_path)), "is a folder"),
-        (("--network_module", "networks.oft"), ":7: multiplier: the update of oft is not proportional to its strength"),
+        (("--network_module", "networks.oft"), ":6: multiplier: the update of oft is not proportional to its strength"),
     ):
         lines = format_lines(find_settings_problems(load_settings([*model, *flags])))
         assert any(text in line for line in lines), (flags, lines)
