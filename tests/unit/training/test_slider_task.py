@@ -152,7 +152,7 @@ def test_latents_target_and_loss_are_those_of_a_computation_by_hand(name):
     steps, embedded = task.draw_num_steps(STEP), name in EMBEDDED
     scale = 1.0 if task.family.is_step_distilled(task.pipe) else 3.0
     latents, t = denoise_by_hand(scaled, inputs.batch, PROMPT, steps, scale, embedded)
-    torch.testing.assert_close(inputs.noised.latents, latents, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(inputs.noised.latents, latents, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(inputs.noised.timesteps, t, rtol=1e-5, atol=1e-3)
     noised = inputs.noised.latents
     outputs = {
@@ -206,7 +206,7 @@ def test_what_is_drawn_depends_on_step_and_position_alone():
     with torch.no_grad(), use_multiplier(task, whole):
         together = task.prepare(whole, STEP).noised
         single = task.prepare(whole.split(1)[1], STEP).noised
-    torch.testing.assert_close(single.latents, together.latents[1:], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(single.latents, together.latents[1:], rtol=1e-3, atol=1e-3)
     drawn = {task.draw_num_steps(step) for step in range(200)}
     assert drawn == set(range(1, MAX_STEPS))
 
