@@ -10,6 +10,7 @@ not white in one of the two; and how much the pixels of the picture change on av
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +33,8 @@ Pixels = NDArray[np.float64]
 
 def draw_pictures(lora: Path, subjects: Sequence[str] = SUBJECTS) -> dict[str, list[list[Image.Image]]]:
     """Draw each subject at each strength with all seeds."""
-    pipe = StableDiffusionPipeline.from_pretrained(BUILT_IN_MODEL_DIR)
+    pipeline_class: Any = StableDiffusionPipeline
+    pipe = pipeline_class.from_pretrained(BUILT_IN_MODEL_DIR)
     pipe.set_progress_bar_config(disable=True)
     pipe.load_lora_weights(lora.parent, weight_name=lora.name, adapter_name="slider")
     pictures: dict[str, list[list[Image.Image]]] = {subject: [] for subject in subjects}

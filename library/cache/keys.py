@@ -85,14 +85,14 @@ def collect_run_captions(
         for text in (EncodedText(prompt.text, key), negative):
             texts.setdefault(text, TextSource(prompt=prompt))
 
-    for text in slider_texts:
+    for caption in slider_texts:
         for is_negative in (False, has_negative_encoding):
-            texts.setdefault(EncodedText(text, "", is_negative), TextSource())
+            texts.setdefault(EncodedText(caption, "", is_negative), TextSource())
 
     def add_view(view: SampleView, *, is_flipped: bool) -> None:
         key = augmenter.get_control_key(view.sample_index, is_flipped=is_flipped) if with_controls else ""
-        caption = augmenter.draw_caption(view)
-        for text in (caption, *list_more_texts(caption)):
+        drawn = augmenter.draw_caption(view)
+        for text in (drawn, *list_more_texts(drawn)):
             texts.setdefault(EncodedText(text, key), TextSource(view.sample_index, is_flipped))
 
     samples = range(len(augmenter.manifest.samples))
