@@ -1,6 +1,7 @@
 # make install    the environment in .venv
 # make demo       train a LoRA on the built-in model
 # make demo-control  train control by a condition image on it
+# make demo-slider  train a slider from texts alone on it
 # make web        the page in the browser
 # make test       linter, types and the quick tests: before every commit
 # make test-slow  the other tests, and the types of code for Windows and macOS
@@ -11,7 +12,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo demo-control web test lint lint-platforms test-quick test-slow test-pairs test-programs test-all clean
+.PHONY: install demo demo-control demo-slider web test lint lint-platforms test-quick test-slow test-pairs test-programs test-all clean
 
 install: $(VENV)/installed
 
@@ -34,6 +35,14 @@ demo-control: install
 	@echo
 	@echo "Open output/demo_control/conditions.png: the conditions, the model before, and with the LoRA."
 	@echo "What this is, and the same for FLUX.1: docs/control.md"
+
+demo-slider: install
+	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
+	  train_lora.py --config_file dataset_configs/demo_slider_run.toml --overwrite
+	$(BIN)/python -m scripts.demo_slider output/demo_slider/demo_slider.safetensors output/demo_slider/sheet.png
+	@echo
+	@echo "Open output/demo_slider/sheet.png: the same pictures with the LoRA at -2, -1, 0, 1 and 2."
+	@echo "What this is, and the same for other models: docs/sliders.md"
 
 web: install
 	$(BIN)/python -m library web

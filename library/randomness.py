@@ -29,6 +29,9 @@ class Purpose:
     NOISE_OFFSET, MULTIRES_NOISE, INPUT_NOISE = "noise offset", "multires noise", "input noise"
     TEXT_DROPOUT, POSITION_CROP = "text encoder dropout", "position crop"
 
+    # Sliders: how far a step denoises and at which size, by step; the crop that SDXL is told, by step and position.
+    SLIDER_STEPS, SLIDER_SIZE, SLIDER_CROP = "slider steps", "slider size", "slider crop"
+
     # The expert that a step trains, by step.
     NOISE_EXPERT = "expert"
 

@@ -245,3 +245,18 @@ def bypass_lora(*layers: nn.Module) -> Iterator[None]:
     finally:
         for layer, is_disabled in zip(adapted, before, strict=True):
             layer._disable_adapters = is_disabled
+
+
+@contextmanager
+def scale_adapters(model: nn.Module, factor: float) -> Iterator[None]:
+    """Multiply the strength of the adapter by a factor within the context, which has to cover the backward pass."""
+    layers = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)] if factor != 1 else []
+    scalings: list[dict[str, float]] = [layer.scaling for layer in layers]  # type: ignore[misc]
+    before = [scaling[ADAPTER_NAME] for scaling in scalings]
+    for scaling in scalings:
+        scaling[ADAPTER_NAME] *= factor
+    try:
+        yield
+    finally:
+        for scaling, value in zip(scalings, before, strict=True):
+            scaling[ADAPTER_NAME] = value

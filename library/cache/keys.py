@@ -68,13 +68,15 @@ def collect_run_captions(
     with_controls: bool = False,
     has_negative_encoding: bool = False,
     list_more_texts: Callable[[str], Sequence[str]] = lambda _: (),
+    slider_texts: Iterable[str] = (),
 ) -> dict[EncodedText, TextSource]:
     """Collect every caption of ``total_steps`` steps on any rank, the empty one included, each with a sample using it.
 
     Captions are drawn by a stateless generator, so the batch plan tells them before training.  Only samples whose
     captions vary need a walk through the plan.  ``with_controls``: the text encoder reads control images as well.
     ``has_negative_encoding``: negative prompts are encoded in another way than captions.  ``list_more_texts``: texts
-    that are encoded with the control images of a caption besides it.
+    that are encoded with the control images of a caption besides it.  ``slider_texts``: those of a run without images,
+    which are negative prompts of its denoising as well.
     """
     texts = {} if with_controls else {EncodedText(""): TextSource()}
     for prompt in prompts:
@@ -83,10 +85,14 @@ def collect_run_captions(
         for text in (EncodedText(prompt.text, key), negative):
             texts.setdefault(text, TextSource(prompt=prompt))
 
+    for caption in slider_texts:
+        for is_negative in (False, has_negative_encoding):
+            texts.setdefault(EncodedText(caption, "", is_negative), TextSource())
+
     def add_view(view: SampleView, *, is_flipped: bool) -> None:
         key = augmenter.get_control_key(view.sample_index, is_flipped=is_flipped) if with_controls else ""
-        caption = augmenter.draw_caption(view)
-        for text in (caption, *list_more_texts(caption)):
+        drawn = augmenter.draw_caption(view)
+        for text in (drawn, *list_more_texts(drawn)):
             texts.setdefault(EncodedText(text, key), TextSource(view.sample_index, is_flipped))
 
     samples = range(len(augmenter.manifest.samples))

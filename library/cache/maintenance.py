@@ -163,7 +163,8 @@ def open_run_caches(config: RunConfig) -> Iterator[RunCaches]:
             cache=config.cache,
             text_components=text_components,
         )
-        caches = [_build_latent_cache(encoders, prepared)] if config.cache.caches_latents else []
+        has_latents = config.cache.caches_latents and not prepared.slider_prompts
+        caches = [_build_latent_cache(encoders, prepared)] if has_latents else []
         if config.cache.caches_text_outputs:
             batch_plan = prepared.build_batch_plan(strategy.data_parallel_size, config.train)
             run_plan = RunPlan.from_config(batch_plan, config.train, config.optim)

@@ -163,6 +163,7 @@ class CachedLatentLoader:
             control_latents=self.latent_reader.read_controls(shard.sample_indices, flipped, len(samples[0].controls)),
             control_keys=control_keys,
             frame_cond=self.latent_reader.read_frame_cond(shard.sample_indices, flipped),
+            network_multiplier=self.augmenter.get_dataset(shard.sample_indices[0]).network_multiplier,
         )
         return batch.pin_memory() if self.pin_memory else batch
 
@@ -256,3 +257,5 @@ class CacheReaders:
 
     latent_reader: LatentReader | None
     text_reader: TextReader | None
+    has_no_images: bool = False
+    """Whether the run trains on texts alone, so that no image encoder is needed."""

@@ -149,6 +149,7 @@ def build_text_cache(
         with_controls=with_controls,
         has_negative_encoding=encoders.family.facts.text.has_negative_encoding,
         list_more_texts=preservation.list_preserved_texts,
+        slider_texts=merged.list_slider_texts(),
     )
     extent = " with their control images" if with_controls else ""
     logger.info("%d different captions%s in %d steps", len(texts), extent, run_plan.steps)

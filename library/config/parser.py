@@ -63,6 +63,7 @@ from .unused_options import (
 )
 from .validate import validate_config
 from .validate_full import resolve_text_encoder_rates
+from .validate_slider import resolve_slider_run
 
 Program = Literal["", "sd-scripts", "musubi-tuner"]
 
@@ -464,7 +465,7 @@ def _resolve_run_config(parsed: ParsedConfig) -> ParsedConfig:
     parsed = parsed.without_args(find_unused_args(adapter, parsed.config.optim))
     parsed = parsed.without_unused(find_unused_options(parsed.config, parsed.explicit, unknown=parsed.invalid_options))
     adapter, optim = resolve_trained_components(parsed.config.adapter, parsed.config.optim)
-    parsed = replace(parsed, config=replace(parsed.config, adapter=adapter, optim=optim))
+    parsed = replace(parsed, config=resolve_slider_run(replace(parsed.config, adapter=adapter, optim=optim)))
     problems = parsed.drop_consequences(validate_config(parsed.config, parsed.explicit))
     return replace(parsed, problems=[*parsed.problems, *locate_problems(problems, parsed.locations)])
 

@@ -8,7 +8,7 @@ from .options import ALWAYS, Alias, define_option
 from .schema_data import CacheConfig, DataConfig, ValidateConfig
 from .schema_distributed import DeepSpeedConfig, DistributedConfig, ParallelConfig, ShardingConfig
 from .schema_full import IS_FULL, IS_LORA, FullConfig
-from .schema_objective import LossConfig, NoiseConfig, PreservationConfig
+from .schema_objective import LossConfig, NoiseConfig, PreservationConfig, SliderConfig
 from .schema_optim import OptimConfig
 from .schema_output import LogConfig, PreviewConfig, SaveConfig, StateConfig
 from .types import MemorySize, StepRange
@@ -545,6 +545,7 @@ class RunConfig:
     noise: NoiseConfig = field(default_factory=NoiseConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     preservation: PreservationConfig = field(default_factory=PreservationConfig)
+    slider: SliderConfig = field(default_factory=SliderConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)

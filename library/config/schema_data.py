@@ -54,6 +54,15 @@ class DataConfig:
         is_compared_by_content=True,
         is_path=True,
     )
+    slider_prompts: str | None = define_option(
+        None,
+        "instead of images: file of texts, TOML or YAML, from which a slider is learned or a concept erased "
+        "(docs/sliders.md)",
+        needs=ALWAYS,
+        is_compared_by_content=True,
+        is_path=True,
+        aliases=(Alias("prompts_file"),),
+    )
     train_batch_size: int = define_option(
         1,
         "batch size per device and micro-batch",
@@ -407,8 +416,8 @@ class DataConfig:
 
     @property
     def dataset_option(self) -> str | None:
-        """The option that says which images are trained; of several, the one that counts in sd-scripts."""
-        names = ("dataset_config", "in_json", "train_data_dir", "reg_data_dir")
+        """The option that says what is trained on; of several folders, the one that counts in sd-scripts."""
+        names = ("slider_prompts", "dataset_config", "in_json", "train_data_dir", "reg_data_dir")
         return next((name for name in names if getattr(self, name)), None)
 
 

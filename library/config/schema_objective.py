@@ -329,3 +329,25 @@ class PreservationConfig:
         trigger, word = self.diff_output_preservation_trigger or "", self.diff_output_preservation_class or ""
         text, count = re.subn(rf"(?<!\w){re.escape(trigger)}(?!\w)", lambda _: word, caption, flags=re.IGNORECASE)
         return text if count else None
+
+
+@dataclass(frozen=True)
+class SliderConfig:
+    """Training on texts alone (slider_prompts): how the latents are made on which predictions are compared."""
+
+    max_denoising_steps: int = define_option(
+        40,
+        "slider_prompts: steps of a whole denoising; each training step takes a random part of them, with the LoRA",
+        minimum=2,
+        maximum=1000,
+        needs=(IsSet("slider_prompts"),),
+    )
+    denoise_guidance_scale: float | None = define_option(
+        None,
+        "slider_prompts: guidance of this denoising, classifier-free or by the model's guidance embedding; default: 3, "
+        "and 1 for models that are distilled to few steps",
+        minimum=0,
+        needs=(IsSet("slider_prompts"),),
+        aliases=(Alias("leco_denoise_guidance_scale"),),
+        default_text="3; 1 for models that are distilled to few steps",
+    )

@@ -31,6 +31,7 @@ from .schema import AdapterConfig, RunConfig
 from .schema_objective import NoiseConfig, TimestepSampling
 from .schema_optim import OptimConfig
 from .types import parse_env_bool, split_keyword_args
+from .validate_slider import find_image_options
 
 _DROPOUT_OF_LYCORIS = "LyCORIS drops nothing without bypass_mode; networks.lora does"
 _NO_CONVOLUTIONS = "convolutions are not trained"
@@ -100,7 +101,8 @@ def find_unused_options(
         title, options = (model.title, model.options) if model is not None else ("", None)
         return [Circumstances({**values, **implied, **keys}, traits, options, title) for keys in subsets]
 
-    return find_unmet_needs(all_options, explicit, flatten_config(config), build_cases)
+    unmet = find_unmet_needs(all_options, explicit, flatten_config(config), build_cases)
+    return {**{name: reason for name, reason in find_image_options(config).items() if name in explicit}, **unmet}
 
 
 def find_unused_tool_options(config: Any, explicit: ExplicitOptions, unknown: Collection[str]) -> dict[str, str | None]:

@@ -32,6 +32,7 @@ from .validate_optim import (
     validate_optimizer_arguments,
     validate_self_tuning_optimizers,
 )
+from .validate_slider import validate_slider_run
 
 THUMBNAIL_TYPES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
 MAX_THUMBNAIL_BYTES = 2**22
@@ -84,6 +85,7 @@ def validate_config(config: RunConfig, explicit: ExplicitOptions) -> Iterator[Pr
         validate_cuda_graph_options(config),
         validate_profile_steps(config.train),
         validate_full_training(config),
+        validate_slider_run(config),
     )
     return chain.from_iterable(checks)
 

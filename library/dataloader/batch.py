@@ -62,6 +62,7 @@ class PixelBatch:
     control_latents: tuple[Tensor, ...] = ()  # cached ones, instead: (B, C, H, W), or (B, C, F, H, W)
     control_keys: tuple[str, ...] = ()  # a text for each sample that identifies its control images
     frame_cond: dict[str, Tensor] | None = None  # cached ``Batch.frame_cond``
+    network_multiplier: float = 1.0  # the strength of the LoRA while the batch is trained
 
     def __len__(self) -> int:
         return len(self.sample_keys)
@@ -138,6 +139,7 @@ class PixelBatch:
             control_pixels=controls if self.moments is None else (),
             control_latents=() if self.moments is None else controls,
             frame_cond=frame_cond,
+            network_multiplier=self.network_multiplier,
         )
 
     def crop_first_image(self, max_size: int, frame_rule: FrameRule | None = None) -> "PixelBatch":

@@ -241,6 +241,7 @@ class MicroBatchDataset(Dataset[PixelBatch | WorkerFailure]):
             bad_samples=tuple(row for row in rows if isinstance(row, BadSample)),
             control_pixels=_stack_controls([image.controls for image in images]),
             control_keys=tuple(map(self.augmenter.identify_controls, views)),
+            network_multiplier=self.augmenter.get_dataset(batch.sample_indices[0]).network_multiplier,
         )
 
     def load_image(self, epoch: int, sample_index: int, repeat_index: int) -> LoadedImage | BadSample:

@@ -17,6 +17,7 @@ from ..dataset.dataset_config import ParsedDatasetConfig, load_dataset_config
 from ..dataset.frame_windows import FrameRule
 from ..dataset.listing import format_first_names
 from ..dataset.musubi_format import set_musubi_bucket_steps
+from ..dataset.slider_prompts import SliderPrompt, list_slider_texts, parse_slider_prompts
 from ..dataset.validate import (
     find_clips_for_image_models,
     validate_dataset_config,
@@ -29,9 +30,18 @@ from ..randomness import Purpose, derive_seed
 from .augment import Augmenter, SampleView
 from .batch_plan import AnyBatchPlan, BatchPlan, Bucket, StagedBatchPlan
 from .buckets import BucketAssignment, BucketKey, build_bucket_assigner, build_bucket_key
+from .dataset_metadata import build_dataset_metadata
 from .face_crop import find_unreadable_faces
 from .manifest import Manifest
 from .manifest_builder import assign_buckets, build_manifest
+from .slider_data import (
+    build_slider_buckets,
+    build_slider_manifest,
+    build_slider_metadata,
+    find_impossible_frames,
+    format_slider_summary,
+    repeat_to_steps,
+)
 from .summary import JsonObject, export_datasets, format_data_summary, summarize_buckets
 from .validation_split import disable_augmentations
 
@@ -49,6 +59,8 @@ class PreparedData:
     buckets: tuple[Bucket, ...]
     validation: "PreparedData | None" = None
     """The validation images, which are in no bucket."""
+    slider_prompts: tuple[SliderPrompt, ...] = ()
+    """What a run without images learns; each is a sample and a bucket of its own."""
 
     @property
     def images_per_epoch(self) -> tuple[int, int]:
@@ -65,6 +77,10 @@ class PreparedData:
         size = next(dataset for dataset in datasets if dataset.from_step == datasets[-1].from_step).resolution
         return size.width, size.height
 
+    def list_slider_texts(self) -> list[str]:
+        """List all texts of a run without images."""
+        return list_slider_texts(self.slider_prompts)
+
     def list_resolution_sides(self) -> tuple[int, ...]:
         """List the sides in pixels of squares with the areas of the datasets' resolutions."""
         sizes = (dataset.resolution for dataset in self.manifest.datasets)
@@ -73,7 +89,8 @@ class PreparedData:
     def build_batch_plan(self, dp_size: int, train: TrainConfig, *, one_bucket_per_step: bool = False) -> AnyBatchPlan:
         """Plan the batches of every rank and step, for ``dp_size`` data-parallel ranks."""
         stages: defaultdict[tuple[int, int | None], list[Bucket]] = defaultdict(list)
-        for bucket in self.buckets:
+        step_size = dp_size * train.gradient_accumulation_steps
+        for bucket in repeat_to_steps(self.buckets, step_size) if self.slider_prompts else self.buckets:
             dataset = self.manifest.datasets[self.manifest.samples[bucket.sample_indices[0]].dataset_index]
             stages[dataset.from_step, dataset.to_step].append(bucket)
         plans = []
@@ -86,11 +103,19 @@ class PreparedData:
 
     def format_summary(self, batch_plan: AnyBatchPlan, total_steps: int) -> str:
         """Format images, buckets and epochs of a run as text."""
+        if self.slider_prompts:
+            return format_slider_summary(self.slider_prompts, self.manifest.notes, batch_plan, total_steps)
         return format_data_summary(self.manifest, self.assignments, batch_plan, total_steps)
 
     def to_json(self, batch_plan: AnyBatchPlan) -> list[JsonObject]:
         """Export the datasets as JSON, with every bucket and every image."""
         return export_datasets(self.manifest, self.assignments, batch_plan)
+
+    def build_metadata(self, dp_size: int) -> dict[str, str]:
+        """Build the keys of a LoRA file that describe the images, or the prompts of a run without images."""
+        if self.slider_prompts:
+            return build_slider_metadata(self.config.slider_prompts or "", self.slider_prompts)
+        return build_dataset_metadata(self.manifest, self.assignments, dp_size)
 
     def write_contact_sheet(self, batch_plan: AnyBatchPlan, path: Path, max_per_bucket: int) -> str:
         """Draw the contact sheet and return a line for the log."""
@@ -188,6 +213,10 @@ def prepare_data(
     if config.dataset_option is None:
         raise ConfigError([Problem("dataset_config", "missing", "set the TOML file that lists the image folders")])
     parsed = load_dataset_config(config)
+    if config.slider_prompts is not None:
+        return _prepare_slider_data(
+            config, parsed, size_multiple, model=model, frame_rule=frame_rule, max_side=max_side
+        )
     problems = [*validate_dataset_config(config), *validate_resolution_multiple(parsed.datasets, size_multiple, model)]
     if frame_rule is None:
         problems += find_clips_for_image_models(parsed.datasets, model, "")
@@ -204,6 +233,32 @@ def prepare_data(
     if max_side is not None:
         _check_bucket_sides(prepared.merge_validation(), max_side, model)
     return prepared
+
+
+def _prepare_slider_data(
+    config: DataConfig,
+    parsed: ParsedDatasetConfig,
+    size_multiple: int,
+    *,
+    model: str,
+    frame_rule: FrameRule | None,
+    max_side: int | None,
+) -> PreparedData:
+    """Prepare a run on texts alone: the prompts of its file, with the sizes and frames that the model can make."""
+    path = Path(config.slider_prompts or "").expanduser()
+    prompts = parse_slider_prompts(path).prompts
+    problems = [
+        *parsed.problems,
+        *validate_resolution_multiple(parsed.datasets, size_multiple, model),
+        *find_impossible_frames(prompts, frame_rule, model),
+    ]
+    if problems:
+        raise ConfigError(dict.fromkeys(problems))
+    manifest, assignments = build_slider_manifest(path, prompts, parsed.datasets, parsed.notices)
+    prepared = PreparedData(config, manifest, assignments, (), slider_prompts=prompts)
+    if max_side is not None:
+        _check_bucket_sides(prepared, max_side, model)
+    return replace(prepared, buckets=build_slider_buckets(prompts))
 
 
 def _check_bucket_sides(prepared: PreparedData, max_side: int, model: str) -> None:

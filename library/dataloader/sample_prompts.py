@@ -1,6 +1,7 @@
 """Read the prompts of preview images from .txt, .toml or .json files, as in sd-scripts; report all errors at once."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -51,6 +52,8 @@ class Prompt:
     control_images: tuple[Path, ...] = ()
     control_from_image: str | None = None
     """The way control images are derived from the given ones: a key of ``CONTROLS_FROM_IMAGE``."""
+    network_multiplier: float = 1.0
+    """The strength of the LoRA, such as that of a slider."""
 
     locate_key: Callable[[str], Place] = field(default=_locate_nowhere, compare=False, repr=False)
     """Return the place of a key in the file, for messages."""
@@ -140,6 +143,12 @@ def _parse_non_negative(value: Any) -> float:
     return float(value)
 
 
+def _parse_strength(value: Any) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise _InvalidValue(f"expected a number, got {value!r}")
+    return float(value)
+
+
 def _parse_positive(value: Any) -> float:
     if not _parse_non_negative(value):
         raise _InvalidValue("expected a number above 0, got 0")
@@ -206,6 +215,7 @@ _PROMPT_FIELDS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "sample_sampler": ("sampler", _parse_sampler),
     "control_image_path": ("control_images", _parse_paths),
     "control_from_image": ("control_from_image", _parse_control_kind),
+    "network_multiplier": ("network_multiplier", _parse_strength),
 }
 """The field of ``Prompt`` that each key of a prompt file sets, and the parser of its values.
 
@@ -222,6 +232,7 @@ _SHORT_OPTIONS: Mapping[str, str] = {
     **{"ss": "sample_sampler", "g": "guidance_scale", "cn": "controlnet_image", "ctr": "cfg_trunc_ratio"},
     **{"rcfg": "renorm_cfg", "fs": "flow_shift", "ci": _CONTROL_KEY, "cf": "control_from_image"},
     **{"f": "frame_count", "fps": "fps", "i": "image_path", "ei": "end_image_path", "of": "one_frame"},
+    "am": "network_multiplier",
 }
 
 _NO_CONTROL = (

@@ -46,6 +46,7 @@ from .schema import (
     build_remote_store,
     collect_flag_defaults,
 )
+from .slider_prompts import ParsedSliderPrompts, parse_slider_prompts
 from .validate_keys import (
     UNSUPPORTED_KEYS_BY_KIND,
     LocatedValue,
@@ -99,6 +100,8 @@ class ParsedDatasetConfig:
 
 def can_load_datasets(config: DataConfig) -> bool:
     """Whether the run has a dataset file that exists, or sd-scripts' folders."""
+    if config.slider_prompts is not None:
+        return Path(config.slider_prompts).expanduser().is_file()
     if config.dataset_config is not None:
         return Path(config.dataset_config).is_file()
     return config.dataset_option is not None
@@ -106,6 +109,9 @@ def can_load_datasets(config: DataConfig) -> bool:
 
 def load_dataset_config(config: DataConfig, invalid_flags: Set[str] = frozenset()) -> ParsedDatasetConfig:
     """Parse the run's datasets with the run's options as defaults; reads no image."""
+    if config.slider_prompts is not None:
+        path = Path(config.slider_prompts).expanduser()
+        return build_slider_datasets(path, parse_slider_prompts(path))
     parsed = _parse_run_datasets(config, invalid_flags)
     if config.masked_loss:
         return parsed
@@ -114,6 +120,34 @@ def load_dataset_config(config: DataConfig, invalid_flags: Set[str] = frozenset(
         for dataset in parsed.datasets
     ]
     return replace(parsed, datasets=tuple(datasets))
+
+
+def build_slider_datasets(path: Path, parsed: ParsedSliderPrompts) -> ParsedDatasetConfig:
+    """Build a dataset without images for each of the prompts, with its size, batch size and strength of the LoRA."""
+
+    def locate(key_path: KeyPath) -> Place:
+        if len(key_path) < 2:
+            return Place(str(path))
+        places = parsed.prompts[int(key_path[1])].places
+        last = key_path[-1] if isinstance(key_path[-1], str) else ""
+        name = "multiplier" if last == "network_multiplier" else last
+        return places[name].with_key(name) if name in places else places[""].with_key(name)
+
+    document = {
+        "datasets": [
+            {
+                "resolution": [prompt.resolution.width, prompt.resolution.height],
+                "batch_size": prompt.batch_size,
+                "network_multiplier": prompt.multiplier,
+                "enable_bucket": False,
+                "subsets": [{"metadata_file": str(path)}],
+            }
+            for prompt in parsed.prompts
+        ]
+    }
+    parser = _DatasetConfigParser(locate, None, collect_flag_defaults(DataConfig()), frozenset(), RemoteStore())
+    datasets = parser.parse(document).datasets if parsed.prompts else ()
+    return ParsedDatasetConfig(datasets, [*parsed.problems, *parser.problems], parsed.notices)
 
 
 def _read_conditioning_as_control(subset: SubsetConfig) -> SubsetConfig:

@@ -112,8 +112,8 @@ def _iter_subsets(datasets: Iterable[DatasetConfig]) -> Iterator[SubsetConfig]:
 def validate_supported_features(datasets: Sequence[DatasetConfig]) -> Iterator[Problem]:
     """Yield sd-scripts' settings that are not implemented; nothing is accepted and then ignored."""
     for dataset in datasets:
-        if dataset.network_multiplier != 1:
-            yield dataset.report("network_multiplier", "not supported yet: values other than 1")
+        if dataset.network_multiplier == 0:
+            yield dataset.report("network_multiplier", "0 trains nothing")
     for subset in _iter_subsets(datasets):
         for name, value in (subset.custom_attributes or {}).items():
             if name == _KNOWN_ATTRIBUTE and value:

@@ -97,6 +97,7 @@ def estimate_caption_cache(
         prompts,
         with_controls=with_controls,
         list_more_texts=preservation.list_preserved_texts,
+        slider_texts=prepared.list_slider_texts(),
     )
     precision = mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     num_bytes = None

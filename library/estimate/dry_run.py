@@ -121,7 +121,8 @@ def build_dry_run(config: RunConfig, data_parallel_size: int) -> DryRun:
         notes.append("memory estimates do not count the second forward pass of output preservation")
     plan = RunPlan.from_config(prepared.build_batch_plan(data_parallel_size, config.train), config.train, config.optim)
     arguments = config.cache, prepared, config.train.seed, plan, read_encoded_sizes(get_config_reader(detected))
-    estimates = [estimate_latent_cache(*arguments, frame_rule)] if config.cache.caches_latents else []
+    has_latents = config.cache.caches_latents and not prepared.slider_prompts
+    estimates = [estimate_latent_cache(*arguments, frame_rule)] if has_latents else []
     if config.cache.caches_text_outputs:
         settings = config.preview, config.distributed.mixed_precision, config.preservation
         estimates.append(estimate_caption_cache(*arguments, *settings, facts.control.text_tokens_per_image))
@@ -135,5 +136,5 @@ def build_dry_run(config: RunConfig, data_parallel_size: int) -> DryRun:
         cache_estimates=estimates,
         notes=notes,
         trained_components=trained,
-        noise_levels=summarize_noise_levels(config.noise, detected, plan),
+        noise_levels=None if prepared.slider_prompts else summarize_noise_levels(config.noise, detected, plan),
     )

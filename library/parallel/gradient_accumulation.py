@@ -39,6 +39,9 @@ class TrainingTask(GraphedTask, Protocol):
     def get_shape_key(self, batch: PixelBatch, /) -> Hashable:
         """Return a value that is equal for batches with equal tensor shapes."""
 
+    def scale_adapter(self, batch: PixelBatch, /) -> AbstractContextManager[None]:
+        """Return a context for forward and backward in which the adapter has the strength of the batch."""
+
     def seed_dropout(self, batch: PixelBatch, step: int, /) -> None:
         """Make the next forward of the batch repeat its LoRA dropout; called before a recomputation."""
 
@@ -107,8 +110,9 @@ class GradientAccumulation:
     def _run_micro_batch(self, task: TrainingTask, batch: PixelBatch, num_samples: int, step: int) -> Tensor:
         if self._graphs is not None:
             return self._graphs.run_micro_batch(task, batch, step, num_samples, self._backward)
-        with record_phase("forward", batch), self._accelerator.autocast():
-            loss = task(batch, step).sum() / num_samples
-        with record_phase("backward", batch):
-            self._backward(loss)
+        with task.scale_adapter(batch):
+            with record_phase("forward", batch), self._accelerator.autocast():
+                loss = task(batch, step).sum() / num_samples
+            with record_phase("backward", batch):
+                self._backward(loss)
         return loss.detach()

@@ -32,6 +32,7 @@ from ..config.schema_objective import LossConfig, NoiseConfig
 from ..config.schema_output import SaveConfig, StateConfig
 from ..config.unused_options import find_unused_options
 from ..config.validate_objective import validate_objective_for_model
+from ..config.validate_slider import explain_unscalable
 from ..dataset.dataset_config import can_load_datasets, load_dataset_config
 from ..dataset.validate import collect_subset_settings
 from ..errors import ConfigError
@@ -92,7 +93,27 @@ def list_settings_checks() -> Sequence[SettingsCheck]:
             loaded.config.data, loaded.config.cache, loaded.config.train, loaded.invalid_options
         ),
         lambda loaded: validate_model_options(loaded.config, loaded.locations),
+        lambda loaded: _validate_multipliers(loaded.config),
     )
+
+
+def _validate_multipliers(config: RunConfig) -> Iterator[Problem]:
+    """Check that the adapter can be trained at the strengths that datasets ask for."""
+    if not can_load_datasets(config.data) or (config.data.slider_prompts and config.adapter.is_full):
+        return
+    reason, fix = explain_unscalable(config.adapter), "use 1 there, or another adapter"
+    engines = {
+        "torch_compile": config.distributed.torch_compile,
+        "cuda_graphs": config.distributed.cuda_graphs,
+        "pp_size": config.parallel.pp_size > 1,
+    }
+    unsupported = [name for name, is_set in engines.items() if is_set and not config.data.slider_prompts]
+    if reason is None and unsupported:
+        reason, fix = f"not supported with {unsupported[0]}", f"use 1 there, or remove {unsupported[0]}"
+    for dataset in load_dataset_config(config.data).datasets if reason else ():
+        if dataset.network_multiplier != 1:
+            place = dataset.locate("network_multiplier")
+            yield Problem(place.key or "network_multiplier", reason or "", fix, place)
 
 
 def list_run_checks() -> Sequence[RunCheck]:
@@ -130,10 +151,16 @@ def list_run_checks() -> Sequence[RunCheck]:
             config, facts.family, facts.supports_cuda_graphs, facts.device
         ),
         lambda config, facts: validate_model.validate_preservation(config, facts.family, facts.is_compile_enabled),
+        lambda config, facts: validate_model.validate_slider_family(
+            config, facts.family, facts.detected, facts.is_compile_enabled
+        ),
         lambda config, facts: validate_model.validate_quantized_matmul(
             config.model, config.parallel, facts.mixed_precision, facts.device
         ),
         lambda config, facts: validate_prompts(load_preview_prompts(config.preview), facts.detected),
+        lambda config, _: validate_model.validate_prompt_strengths(
+            config.adapter, load_preview_prompts(config.preview)
+        ),
         lambda config, facts: validate_model.validate_noise_experts(
             config.adapter, config.preview, facts.family, facts.optimizer_sharding_engine
         ),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from ..adapters.injection import scale_adapters
 from ..atomic_files import write_atomic
 from ..config.schema_output import PreviewConfig
 from ..dataloader.images import load_preview_controls
@@ -116,7 +117,11 @@ class Preview:
             negative = task.encode_text([prompt.negative_prompt], controls, is_negative=True)
             generator = torch.Generator().manual_seed(seed)
             sampler = prompt.sampler or self.config.sample_sampler
-            with move_temporarily(task.pipe.vae, task.to_device.device):
+            model = run.strategy.unwrap_model(run.model)
+            with (
+                move_temporarily(task.pipe.vae, task.to_device.device),
+                scale_adapters(model, prompt.network_multiplier),
+            ):
                 return task.family.generate_frames(
                     task.pipe, prompt, cond, negative_cond=negative, generator=generator, sampler=sampler
                 ), seed

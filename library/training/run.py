@@ -58,6 +58,7 @@ from .save_model import SaveModel
 from .save_single_file import SaveSingleFile, saves_single_file
 from .save_weights import SaveWeights
 from .setup import build_run, load_training_pipeline, prepare_dataset
+from .slider_task import SliderModel
 from .state import Callback, StopRequested, TrainingRun
 from .validation_loss import Validation
 
@@ -134,17 +135,28 @@ def _prepare_and_train(
         return
     _log_first_step(plan, resume, config, detected)
 
-    num_images, (prepared, latents) = len(prepared.manifest.samples), cache_latents(encoders, prepared)
+    num_images, latents = len(prepared.manifest.samples), None
+    if not prepared.slider_prompts:
+        prepared, latents = cache_latents(encoders, prepared)
     if len(prepared.manifest.samples) < num_images:  # images that could not be read were dropped
         plan = build_plan()
     texts = cache_text_encoder_outputs(encoders, prepared, plan, prompts, config.preservation)
-    readers = CacheReaders(latents, texts)
+    slider = SliderModel.build(family, detected) if prepared.slider_prompts else None
+    readers = CacheReaders(latents, texts, has_no_images=slider is not None)
     pipe = load_training_pipeline(config, strategy, family, detected=detected, cache_readers=readers, prompts=prompts)
     merge_base_weights(pipe, initial_weights)
     add_training_adapter(pipe, family, initial_weights)
     _warn_of_distilled_model(config.adapter, family, pipe)
     run, adapter = build_run(
-        config, strategy, family, pipe, prepared, plan=plan, cache_readers=readers, initial_weights=initial_weights
+        config,
+        strategy,
+        family,
+        pipe,
+        prepared,
+        plan=plan,
+        cache_readers=readers,
+        initial_weights=initial_weights,
+        slider=slider,
     )
     if strategy.shard_group is None:  # else gradients are reduced block by block, while others are computed
         comm.log_all_reduce_time(sum(parameter.nbytes for parameter in run.parameters))

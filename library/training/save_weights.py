@@ -17,7 +17,6 @@ from ..cache.paths import format_bytes
 from ..config.schema import ModelConfig
 from ..config.schema_output import SaveConfig
 from ..dataloader.batch_plan import get_planned_stages
-from ..dataloader.dataset_metadata import build_dataset_metadata
 from ..dataloader.prepare import PreparedData
 from ..errors import UserError
 from ..optim.optimizers import use_eval_weights
@@ -115,9 +114,7 @@ class SaveWeights(ABC):
         """Collect metadata, which hashes the model files, and create the repository of uploads."""
         if not self.config.no_metadata:
             data_parallel_size = run.strategy.data_parallel_size
-            self._dataset_metadata = build_dataset_metadata(
-                self.prepared.manifest, self.prepared.assignments, data_parallel_size
-            )
+            self._dataset_metadata = self.prepared.build_metadata(data_parallel_size)
             self._model_metadata = build_model_metadata(run.config.model)
         if self.uploader is not None:
             self.uploader.create_repo()

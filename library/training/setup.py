@@ -27,6 +27,7 @@ from ..dataloader.loader import StepLoader
 from ..dataloader.prepare import PreparedData, prepare_data
 from ..dataloader.run_plan import RunPlan
 from ..dataloader.sample_prompts import Prompt
+from ..dataloader.slider_data import SliderLoader
 from ..diffusion.objective import Objective
 from ..diffusion.process import FlowMatchingProcess
 from ..distributed.communicator import Communicator
@@ -56,6 +57,7 @@ from .network_weights import InitialWeights, keep_idle_layers, load_network_weig
 from .param_groups import build_param_groups
 from .preflight import check_objective
 from .preservation import build_preservation
+from .slider_task import SliderModel
 from .state import NullMetricLogger, TrainingRun, TrainState
 from .task import DiffusionTask
 from .trainable_modules import (
@@ -85,7 +87,8 @@ def load_training_pipeline(
 
     Trained components go where the strategy wants them. A VAE that only previews need stays on the CPU in between.
     """
-    cached = set() if cache_readers.latent_reader is None else {*family.facts.image_encoders}
+    encodes_images = cache_readers.latent_reader is None and not cache_readers.has_no_images
+    cached = set() if encodes_images else {*family.facts.image_encoders}
     if cache_readers.text_reader is not None:
         cached |= {*list_cached_text_components(config.adapter, config.optim, family.facts)}
     needed = [name for name in family.facts.components if name not in cached or is_tokenizer(name)]
@@ -122,8 +125,12 @@ def build_run(
     plan: RunPlan,
     cache_readers: CacheReaders,
     initial_weights: InitialWeights,
+    slider: SliderModel | None = None,
 ) -> tuple[TrainingRun, injection.Adapter | None]:
-    """Inject the adapters, build optimizer, task and loader, and wrap the model; without callbacks and logger yet."""
+    """Inject the adapters, build optimizer, task and loader, and wrap the model; without callbacks and logger yet.
+
+    ``slider`` is what a run on texts alone knows of its model.
+    """
     objective = build_objective(config.noise, config.loss, family, pipe)
     set_attention_mode(getattr(pipe, family.facts.denoiser_name), config.distributed.attn_mode)
     trained, adapter = _select_trained_weights(config, family, pipe, initial_weights)
@@ -143,8 +150,10 @@ def build_run(
         config, strategy, family, pipe, model, objective=objective, readers=cache_readers, dropout=dropout, plan=plan
     )
     task = replace(task, resolution_sides=prepared.list_resolution_sides())
+    if slider is not None:
+        task = slider.build_task(task, config.slider, prepared.slider_prompts, strategy.unwrap_model(model))
     _prepare_cuda_graphs(strategy, model)
-    loader = _build_loader(strategy, prepared, plan, cache_readers)
+    loader = _build_loader(strategy, prepared, plan, cache_readers, slider=slider)
     if strategy.comm.is_main:
         _warn_truncated_captions(family, pipe, prepared.list_first_epoch_captions(plan.batch_plan, plan.steps))
     lr_schedule = lr_schedulers.build_lr_schedule(config.optim, plan.steps)
@@ -261,7 +270,13 @@ def _compile_or_fuse(
     return compilation
 
 
-def _build_loader(strategy: Strategy, prepared: PreparedData, plan: RunPlan, cache_readers: CacheReaders) -> StepLoader:
+def _build_loader(
+    strategy: Strategy, prepared: PreparedData, plan: RunPlan, cache_readers: CacheReaders, slider: SliderModel | None
+) -> StepLoader:
+    if slider is not None and cache_readers.text_reader is not None:
+        rank, read_cond = strategy.data_parallel_rank, cache_readers.text_reader.read_cond
+        prompts = prepared.slider_prompts
+        return SliderLoader(prompts, plan.batch_plan, rank, slider.get_latent_shape, read_cond, slider.size_multiple)
     return build_step_loader(
         prepared,
         plan.batch_plan,

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import lcm
@@ -12,6 +13,7 @@ from PIL.Image import Image, fromarray
 from torch import Tensor, nn
 
 from ..adapters.dropout_and_max_norm import LoraDropout
+from ..adapters.injection import scale_adapters
 from ..cache.keys import hash_controls
 from ..cache.readers import TextReader
 from ..dataloader.batch import Batch, Cond, Moments, PixelBatch, concatenate_cond, map_cond_tensors, normalize_pixels
@@ -202,6 +204,10 @@ class DiffusionTask:
         count = self.objective.noise_config.num_timestep_buckets or 1
         numbers = [step * self.samples_per_step + position for position in global_positions]
         return draw_timestep_buckets(self.seed, count, numbers) if count > 1 else ()
+
+    def scale_adapter(self, pixel_batch: PixelBatch) -> AbstractContextManager[None]:
+        """Return a context for forward and backward in which the adapter has the strength of the batch."""
+        return scale_adapters(self.denoiser, pixel_batch.network_multiplier)
 
     def seed_dropout(self, pixel_batch: PixelBatch, step: int) -> None:
         """Seed LoRA dropout by step and sample, so that recomputation in the backward pass drops the same."""

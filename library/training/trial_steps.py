@@ -167,11 +167,12 @@ def run_forward_backward(run: TrainingRun, batch: PixelBatch, task: "DiffusionTa
     task = replace(task or run.task, denoiser=run.strategy.unwrap_model(run.model), micro_batch_stats=[])
     if run.compilation is not None:
         run.compilation.mark_step_begin()
-    with record_phase("forward", batch), run.strategy.accelerator.autocast():
-        unweighted = replace(batch, loss_weights=torch.ones_like(batch.loss_weights), mask=None)
-        loss = task(unweighted, run.state.step).mean()
-    with record_phase("backward", batch):
-        run.strategy.backward(loss)
+    with task.scale_adapter(batch):
+        with record_phase("forward", batch), run.strategy.accelerator.autocast():
+            unweighted = replace(batch, loss_weights=torch.ones_like(batch.loss_weights), mask=None)
+            loss = task(unweighted, run.state.step).mean()
+        with record_phase("backward", batch):
+            run.strategy.backward(loss)
     return loss.detach()
 
 

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,11 @@ from ..config.schema_distributed import ParallelConfig
 from ..config.schema_optim import OptimConfig
 from ..config.schema_output import PreviewConfig
 from ..config.validate_adapter import validate_adapter_for_model
+from ..config.validate_slider import explain_unscalable
+from ..dataloader.sample_prompts import Prompt
 from ..errors import ConfigError
-from ..models.base import Family
-from ..models.detect import DetectedModel
+from ..models.base import ControlTextFamily, Family
+from ..models.detect import DetectedModel, build_control_limits
 from ..models.loading import load_components_on_meta
 from ..models.trained_components import select_trained_text_encoders
 from ..models.validate_options import validate_attention_mode
@@ -244,6 +246,35 @@ def validate_preservation(config: RunConfig, family: Family, is_compile_enabled:
     recomputes = config.train.gradient_checkpointing or config.train.on_oom == "recover"
     if recomputes and (reason := family.facts.blocks.unsupported_strategies.get("preservation")):
         yield Problem(option, f"{reason} by gradient checkpointing", "remove one of them")
+
+
+def validate_prompt_strengths(adapter: AdapterConfig, prompts: Sequence[Prompt]) -> Iterator[Problem]:
+    """Check that previews can be made at the strengths of the adapter that their prompts ask for."""
+    reason = explain_unscalable(adapter)
+    for prompt in prompts if reason else ():
+        if prompt.network_multiplier != 1:
+            yield prompt.report("network_multiplier", reason or "", "leave it out")
+
+
+def validate_slider_family(
+    config: RunConfig, family: Family, detected: DetectedModel, is_compile_enabled: bool = False
+) -> Iterator[Problem]:
+    """Training on texts alone needs a model that makes pictures or clips of texts alone, with one denoiser."""
+    if config.data.slider_prompts is None:
+        return
+    if is_compile_enabled and not config.distributed.torch_compile:
+        text = "accelerate's settings ask for torch.compile, whose blocks have the adapter switched on"
+        yield Problem("slider_prompts", text, "add --no-torch_compile")
+    facts, reason = family.facts, ""
+    if facts.pipeline.experts is not None:
+        reason = "has two transformers, and the latents of one are denoised by both"
+    elif build_control_limits(detected).describe_problem(0) or isinstance(family, ControlTextFamily):
+        reason = "needs control images"
+    elif type(family).encode_frame_cond is not Family.encode_frame_cond:
+        reason = "needs the frames of clips themselves"
+    if reason:
+        fix = "use a model that makes its pictures or clips of texts alone"
+        yield Problem("slider_prompts", f"{facts.title} {reason}", fix, others=("pretrained_model_name_or_path",))
 
 
 def validate_compile(family: Family, is_compile_enabled: bool) -> Iterator[Problem]:

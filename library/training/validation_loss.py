@@ -45,7 +45,7 @@ def compute_validation_losses(run: TrainingRun, batches: ValidationBatches, read
     samples, losses = list[Tensor](), list[Tensor]()
     with strategy.evaluate(), use_eval_mode(model):
         for number, pixel_batch in zip([*mine, *extra], prefetch_batches(read_batch, [*mine, *extra]), strict=True):
-            with strategy.accelerator.autocast():
+            with task.scale_adapter(pixel_batch), strategy.accelerator.autocast():
                 quantile_losses = _compute_quantile_losses(task, pixel_batch)
             if len(losses) < len(mine):
                 samples.append(_mask_unusable_samples(batches.micro_batches[number].sample_indices, pixel_batch))

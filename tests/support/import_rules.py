@@ -52,7 +52,7 @@ ENTRY_POINTS: dict[str, set[str]] = {
     "tqdm": {"log"},
     "uvicorn": {"tools"},
     "wandb": {"trackers"},
-    "yaml": {"distributed", "tools"},
+    "yaml": {"dataset", "distributed", "tools"},
 }
 """Third-party library -> the packages that may import it."""
 

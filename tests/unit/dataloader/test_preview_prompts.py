@@ -318,3 +318,10 @@ def test_a_clip_from_images_needs_them(name, flags):
     given = Prompt("a", first_image=Path("a.png"), last_image=Path("b.png"))
     (problem,) = [*validate_prompts([given], model)] or [None]
     assert (problem is None) == (len(flags) == 2), "a last frame is not used by I2V"
+
+
+def test_the_strength_of_the_lora_is_a_number_of_either_sign(tmp_path):
+    (line,) = problems(tmp_path, "p.txt", "a cat --am -1.5\na cat --am strong\n")
+    assert line == ":2: --am: expected a number, got 'strong'"
+    prompts = read(tmp_path, "p.txt", "a cat --am -1.5\na cat\n")
+    assert [prompt.network_multiplier for prompt in prompts] == [-1.5, 1.0]

@@ -19,6 +19,8 @@ from library.tools import TOOLS
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "dataset_configs"
+SLIDER = FOLDER / "demo_slider.toml"
+"""A file of texts, which has no images."""
 PAGE = (ROOT / "docs" / "datasets.md").read_text(encoding="utf-8")
 RUNS = {
     "sdxl_run.toml": ("sdxl.toml", "random:sdxl"),
@@ -30,7 +32,9 @@ RUNS = {
 
 def examples() -> list[Path]:
     return sorted(
-        path for path in FOLDER.iterdir() if path.suffix in (".toml", ".json") and not path.stem.endswith("_run")
+        path
+        for path in FOLDER.iterdir()
+        if path.suffix in (".toml", ".json") and not path.stem.endswith("_run") and path != SLIDER
     )
 
 

@@ -319,7 +319,7 @@ train_batch_size = 2                               # in dataset files it is call
 min_bucket_reso = 0                                # must be at least 1, got 0
 bucket_mode = "square"                             # is not one of kohya, symmetric
 enable_bucket = "true"                             # write true without quotes
-network_multiplier = 2                             # not supported yet: values other than 1
+network_multiplier = 0                             # 0 trains nothing
 validation_split = 1.5                             # must be at most 1, got 1.5
   [[datasets.subsets]]
   image_dir = "images/nothing"                        # 'images/nothing' not found
