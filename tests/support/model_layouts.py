@@ -22,6 +22,8 @@ _VAES = {
     "AutoencoderKLQwenImage": original_checkpoints.convert_wan_vae,
     "AutoencoderKLWan": original_checkpoints.convert_wan_vae,
     "AutoencoderKLHunyuanImage": original_checkpoints.convert_hunyuan_image_vae,
+    "AutoencoderKLHunyuanVideo": original_checkpoints.convert_hunyuan_video_vae,
+    "AutoencoderKLHunyuanVideo15": original_checkpoints.convert_hunyuan_video15_vae,
     "AutoencoderKLQwenImage21": original_checkpoints.convert_qwen_image21_vae,
 }
 """How to write each class of VAE with the names of published files; others have those of diffusers."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ...adapters.original_module_names import IMAGE_STREAM, TEXT_STREAM, KeyStyle, OriginalModule, build_stream_modules
 from ...adapters.token_layout import TokenLayout
+from ...config.network_args import NetworkFacts
 from ...dataset.frame_windows import FrameRule
 from ...diffusion.timestep_shift import FixedShift
 from ...registry import copy_class_name
@@ -21,12 +22,14 @@ from ..facts import (
     FamilyOptions,
     PipelineFacts,
     SamplingFacts,
+    SingleFileFacts,
     TextFacts,
 )
 from ..model_configs import ConfigReader, ModelError, read_required
-from ..shared_facts import MASKED_ATTENTION_MODES, match_flow_model
+from ..shared_facts import DENOISER_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
 from ..training_noise import NoiseLevels, TrainingNoiseFacts
 from .hunyuan_image import BOTH_TEXTS, build_glyph_kwargs, build_guided_pipeline_class, call_with_glyphs
+from .hunyuan_image_keys import LAYOUT as IMAGE_LAYOUT
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -39,10 +42,14 @@ MAX_GLYPH_TOKENS = 256
 """Maximum bytes of what is in quotes, with the words around it, as in diffusers' pipeline."""
 
 
+DISTILLED = "it is distilled to few steps, which a LoRA would lose; use the base model"
+MAIN_KEYS = ("double_blocks.0.img_attn_q.weight", "vision_in.proj.1.weight", "cond_type_embedding.weight")
+
+
 def _match_hunyuan_video15(read: ConfigReader) -> FamilyMatch:
     config, vae = read_required(read, "transformer/config.json"), read_required(read, "vae/config.json")
     if config.get("use_meanflow"):
-        raise ModelError("it is distilled to few steps, which a LoRA would lose; use the base model")
+        raise ModelError(DISTILLED)
     if config.get("patch_size", 1) != 1 or config.get("patch_size_t", 1) != 1:
         raise ModelError("its transformer has patches of several latents instead of single ones")
     # The noisy latents, those of the first frame, and a mask of frames that are given.
@@ -78,6 +85,42 @@ HUNYUAN_VIDEO15_KEYS = KeyStyle(
     has_lokr_in_diffusers=True,
     comfyui_style=COMFYUI_KEYS,
 )
+_SHARED_PARTS = ("txt_in.", "byt5_in.", "final_layer.", "img_in.")
+LAYOUT: tuple[OriginalModule, ...] = (
+    *HUNYUAN_VIDEO15_KEYS.layout,
+    *(
+        module
+        for module in IMAGE_LAYOUT
+        if module.name.startswith(_SHARED_PARTS) or module.name.endswith(("_q_norm", "_k_norm"))
+    ),
+    *(
+        OriginalModule(name, (module,))
+        for name, module in {
+            "time_in.mlp.0": "time_embed.timestep_embedder.linear_1",
+            "time_in.mlp.2": "time_embed.timestep_embedder.linear_2",
+            "vision_in.proj.0": "image_embedder.norm_in",
+            "vision_in.proj.1": "image_embedder.linear_1",
+            "vision_in.proj.3": "image_embedder.linear_2",
+            "vision_in.proj.4": "image_embedder.norm_out",
+            "cond_type_embedding": "cond_type_embed",
+        }.items()
+    ),
+)
+"""The modules of the transformer in the files of its authors."""
+
+
+def _build_vae_patterns(config: Mapping[str, Any]) -> dict[str, str]:
+    """The patterns of the VAE's keys in diffusers, and what the files of its authors have there."""
+    return {
+        r"\.mid_block\.resnets\.0\.": ".mid.block_1.",
+        r"\.mid_block\.resnets\.1\.": ".mid.block_2.",
+        r"\.mid_block\.attentions\.0\.": ".mid.attn_1.",
+        r"\.to_([qkv])\.": r".\1.",
+        r"\.(down|up)_blocks\.(\d+)\.resnets\.(\d+)\.": r".\1.\2.block.\3.",
+        r"\.(down|up)_blocks\.(\d+)\.\1samplers\.0\.": r".\1.\2.\1sample.",
+        r"\.conv_shortcut\.": ".nin_shortcut.",
+    }
+
 
 FACTS = FamilyFacts(
     title="HunyuanVideo 1.5",
@@ -88,7 +131,40 @@ FACTS = FamilyFacts(
         hub_id="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
         frames=FrameRule(stride=4, fps=24.0),
     ),
-    detection=DetectionFacts(match_configs=_match_hunyuan_video15),
+    detection=DetectionFacts(
+        match_configs=_match_hunyuan_video15,
+        keys=MAIN_KEYS,
+        diffusers_keys={
+            "double_blocks.0.img_attn_q.weight": "transformer_blocks.0.attn.to_q.weight",
+            "vision_in.proj.1.weight": "image_embedder.linear_1.weight",
+            "cond_type_embedding.weight": "cond_type_embed.weight",
+            "img_in.proj.weight": "x_embedder.proj.weight",
+            "txt_in.input_embedder.weight": "context_embedder.proj_in.weight",
+            "byt5_in.fc1.weight": "context_embedder_2.linear_1.weight",
+            "time_r_in.mlp.0.weight": "time_embed.timestep_embedder_r.linear_1.weight",
+        },
+        shape_checks={
+            ("img_in.proj.weight", 1): ("transformer", "in_channels"),
+            ("txt_in.input_embedder.weight", 1): ("transformer", "text_embed_dim"),
+            ("byt5_in.fc1.weight", 1): ("transformer", "text_embed_2_dim"),
+            ("vision_in.proj.1.weight", 1): ("transformer", "image_embed_dim"),
+        },
+        unsupported_shapes={("time_r_in.mlp.0.weight", 1, 256): f"HunyuanVideo 1.5, but {DISTILLED}"},
+        unsupported_file_names={
+            "i2v": "HunyuanVideo 1.5 I2V, which has the same weights and cannot be trained yet",
+            "distill": f"HunyuanVideo 1.5, but {DISTILLED}",
+        },
+    ),
+    single_files=SingleFileFacts(
+        prefixes={
+            "transformer": DENOISER_PREFIXES,
+            "vae": ("vae.",),
+            "text_encoder": ("text_encoders.qwen25_7b.transformer.",),
+            "text_encoder_2": ("text_encoders.byt5_small.transformer.",),
+        },
+        layout=LAYOUT,
+        build_vae_patterns=_build_vae_patterns,
+    ),
     lora=FamilyLora(
         # Every linear layer of the blocks; those that refine the text have some of the same names.
         targets=tuple(f"transformer_blocks.*.{layer}" for layer in (*IMAGE_STREAM, *TEXT_STREAM)),
@@ -123,8 +199,12 @@ FACTS = FamilyFacts(
         other_trainers={"musubi-tuner": NoiseLevels("shift", 2.0, origin="its guide")},
     ),
     sampling=SamplingFacts(num_inference_steps=50, guidance_scale=6.0, image_size=(848, 480)),
-    options=FamilyOptions(components={"vae": "vae", "text_encoder": "text_encoder", "byt5": "text_encoder_2"}),
-    notes="text to video; diffusers folders; LoRA in diffusers: `transformer.load_lora_adapter`",
+    options=FamilyOptions(
+        components={"vae": "vae", "text_encoder": "text_encoder", "byt5": "text_encoder_2"},
+        network=NetworkFacts(modules=("networks.lora_hv_1_5",)),
+        musubi_versions={"t2v": {}},
+    ),
+    notes="text to video; LoRA in diffusers: `transformer.load_lora_adapter`",
 )
 
 
