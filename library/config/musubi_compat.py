@@ -51,7 +51,6 @@ MISSING_MODELS = {
 
 MISSING_TASKS = {
     **dict.fromkeys(("t2v-1.3B-FC", "t2v-14B-FC", "i2v-14B-FC"), "Wan 2.1 Fun-Control, which makes videos from clips"),
-    "i2v": "HunyuanVideo 1.5 I2V, which makes videos from images",
 }
 """The models of musubi-tuner that cannot be trained here, by their tasks; those of Kandinsky 5 begin with k5."""
 

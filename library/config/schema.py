@@ -252,6 +252,13 @@ class ModelConfig:
         needs=(OfModel(),),
         changes_text_outputs=False,
     )
+    image_to_video: bool = define_option(
+        False,
+        "train clips with their first frame given, by models that make videos from text and from images (Wan 2.2 TI2V):"
+        " it is clean, has timestep 0 and is left out of the loss; images are trained as without this option",
+        needs=(OfModel(),),
+        changes_text_outputs=False,
+    )
     control: Literal["none", "omini", "channels"] = define_option(
         "none",
         "train conditioning on images: omini: OminiControl, the condition as extra tokens, with LoRA on these only "

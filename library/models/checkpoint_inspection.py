@@ -63,6 +63,7 @@ class ComponentSignature:
 
 _COMPONENT_SIGNATURES: Mapping[str, tuple[str, str, int]] = {
     "clip_vision": (r"(?:^|\.)pre_layrnorm\.weight$", "CLIP image encoder of width {}", 0),
+    "siglip_vision": (r"(?:^|\.)head\.probe$", "SigLIP image encoder of width {}", 2),
     "vae": (r"(?:^|\.)decoder\.(?:conv_in|conv1)(?:\.conv)?\.weight$", "VAE with {} latent channels", 1),
     "clip": (r"(?:^|\.)(?:token_embedding\.weight)$", "CLIP text encoder of width {}", 1),
     "t5": (
@@ -204,6 +205,7 @@ _SIGNATURE_BY_CLASS: Mapping[str, tuple[str, str]] = {
     "CLIPTextModel": ("clip", "hidden_size"),
     "CLIPTextModelWithProjection": ("clip", "hidden_size"),
     "CLIPVisionModel": ("clip_vision", "hidden_size"),
+    "SiglipVisionModel": ("siglip_vision", "hidden_size"),
     "T5EncoderModel": ("t5", "d_model"),
     "T5ForConditionalGeneration": ("t5", "d_model"),
     "UMT5EncoderModel": ("t5", "d_model"),

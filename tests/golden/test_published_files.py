@@ -34,7 +34,7 @@ IMPORTED = {
 RUN_FILES = {"sdscripts/lumina_service.toml": "lumina2", "musubi/gui_krea2.toml": "krea2"}
 COMMAND_MODELS = (
     *("flux2_dev:tiny", "qwen_image:tiny", "qwen_image_edit_plus:2511:tiny", "wan", "wan", "wan:14b", "wan:14b"),
-    *("wan_i2v", "wan22_t2v", "hunyuan_video", "hunyuan_video15"),
+    *("wan_i2v", "wan22_t2v", "hunyuan_video", "hunyuan_video15", "hunyuan_video15_i2v"),
 )
 """A model for each command; those of Wan say in their task how large they are."""
 DATASET_MODELS = {
@@ -109,7 +109,7 @@ def test_a_command_of_musubi_tuners_documentation_is_dry_run(command, model, fol
         (folder / "prompts.txt").write_text("A cat walks. --w 640 --h 480 --f 25 --d 1 --s 20\n", "utf-8")
         argv[argv.index("--sample_prompts") + 1] = "prompts.txt"
     check_as_it_is(argv, capsys)
-    for option in ("--vae", "--text_encoder", "--t5", "--clip", "--byt5", "--dit_high_noise"):
+    for option in ("--vae", "--text_encoder", "--t5", "--clip", "--byt5", "--image_encoder", "--dit_high_noise"):
         if option in argv:
             del argv[argv.index(option) : argv.index(option) + 2]
     argv[argv.index("--dit") + 1] = f"random:{model}"

@@ -25,7 +25,9 @@ from diffusers.pipelines.wan.pipeline_wan_video2video import retrieve_latents
 from PIL import Image
 from torch import Tensor
 
-from library.models.families import FAMILIES
+from library.config.schema import ModelConfig
+from library.models.detect import detect_model
+from library.models.families import FAMILIES, IMAGE_TO_VIDEO_FAMILIES
 from library.tools.family_check.cases import HEIGHT, WIDTH, TinyCase, build_batch
 
 
@@ -645,10 +647,10 @@ def wan(name: str = "wan") -> TinyCase:
     )
 
 
-def _add_frame_images(tiny: TinyCase, *names: str) -> TinyCase:
+def _add_frame_images(tiny: TinyCase, *names: str, num_frames: int = 1) -> TinyCase:
     """The pipeline takes one image for all rows, so these have the same; and of both ends, clips of some frames."""
     family, pipe = FAMILIES.get(tiny.family)(), tiny.pipe
-    num_frames = 1 + 4 * (len(names) - 1)
+    num_frames = max(num_frames, 1 + 4 * (len(names) - 1))
     images = tuple(draw_frame_image(number) for number in range(len(names)))
     pixels = torch.stack([pipe.video_processor.preprocess(image, HEIGHT, WIDTH)[0] for image in images], dim=1)
     clip = torch.rand(3, num_frames, HEIGHT, WIDTH, generator=torch.Generator().manual_seed(6))
@@ -701,6 +703,15 @@ def wan22_ti2v() -> TinyCase:
         return {**arguments, "timestep": each}
 
     return replace(wan("wan22_ti2v"), simplify_call=simplify_call, tolerances={"rtol": 1e-3, "atol": 1e-5})
+
+
+def wan22_ti2v_from_image() -> TinyCase:
+    """A clip of two latent frames, of which the first is given; the pipeline gives each token its own time."""
+    tiny = wan("wan22_ti2v")
+    options = ModelConfig("random:wan22_ti2v:tiny", image_to_video=True)
+    family, model = IMAGE_TO_VIDEO_FAMILIES["wan22_ti2v"], detect_model(options)
+    pipe = FAMILIES.get(family)(options).load(model, torch.float32)
+    return _add_frame_images(replace(tiny, family=family, pipe=pipe, model=model), "image", num_frames=5)
 
 
 def skyreels_v2() -> TinyCase:
@@ -799,12 +810,12 @@ def hunyuan_image() -> TinyCase:
     )
 
 
-def hunyuan_video15() -> TinyCase:
+def hunyuan_video15(name: str = "hunyuan_video15") -> TinyCase:
     texts, latents = _draw_tensors((13, 32), (4, 1, HEIGHT // 16, WIDTH // 16))
     glyphs, mask = _draw_tensors((11, 24))[0], torch.tensor([[1] * 13, [1] * 7 + [0] * 6])
     glyphs[1] = 0  # nothing in quotes
     glyph_mask, one_frame = torch.tensor([[1] * 11, [0] * 11]), {"num_frames": 1}
-    pipe = _load("random:hunyuan_video15:tiny")
+    pipe = _load(f"random:{name}:tiny")
     pipe.vae.enable_slicing()  # the mask of its attention is right for one clip only
     chat = [
         {"role": "system", "content": pipe.system_message},
@@ -823,7 +834,7 @@ def hunyuan_video15() -> TinyCase:
         return latents * pipe.vae.config.scaling_factor
 
     return TinyCase(
-        "hunyuan_video15",
+        name,
         pipe,
         build_batch(latents, {"embeds": [texts[0], texts[1, :7]], "glyphs": [glyphs[0], glyphs[1, :1]]}),
         {
@@ -835,12 +846,21 @@ def hunyuan_video15() -> TinyCase:
         },
         one_frame,
         _build_frame_encoder(scale),
-        "random:hunyuan_video15:tiny",
+        f"random:{name}:tiny",
         encode_clips=_build_clip_encoder(scale),
         texts=one_frame,
         simplify_call=simplify_call,
         blocks=("HunyuanVideo15TransformerBlock",),
     )
+
+
+def hunyuan_video15_i2v() -> TinyCase:
+    tiny = hunyuan_video15("hunyuan_video15_i2v")
+
+    def simplify_call(arguments: dict[str, Any]) -> dict[str, Any]:
+        return drop_glyph_padding(arguments)
+
+    return _add_frame_images(replace(tiny, simplify_call=simplify_call), "image", num_frames=5)
 
 
 def pixart_sigma() -> TinyCase:
@@ -1123,8 +1143,10 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "wan22_t2v": wan22_t2v,
     "wan22_i2v": wan22_i2v,
     "wan22_ti2v": wan22_ti2v,
+    "wan22_ti2v_from_image": wan22_ti2v_from_image,
     "skyreels_v2": skyreels_v2,
     "hunyuan_video15": hunyuan_video15,
+    "hunyuan_video15_i2v": hunyuan_video15_i2v,
     "ltx_video": ltx_video,
     "hunyuan_video": hunyuan_video,
     "cogvideox": cogvideox,

@@ -22,6 +22,7 @@ from ..facts import (
     SamplingFacts,
     SingleFileFacts,
     TextFacts,
+    TrainerNames,
 )
 from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import (
@@ -86,6 +87,7 @@ FACTS = FamilyFacts(
             ("img_in.proj.weight", 1, 33): "HunyuanVideo I2V, which makes videos from images and cannot be trained yet"
         },
         unsupported_file_names={"i2v": "HunyuanVideo I2V, which makes videos from images and cannot be trained yet"},
+        trainer_names=TrainerNames(diffusion_pipe=("hunyuan-video",), onetrainer=("HUNYUAN_VIDEO",)),
     ),
     single_files=SingleFileFacts(
         prefixes={

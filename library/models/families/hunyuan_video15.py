@@ -24,6 +24,7 @@ from ..facts import (
     SamplingFacts,
     SingleFileFacts,
     TextFacts,
+    TrainerNames,
 )
 from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import DENOISER_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
@@ -46,7 +47,8 @@ DISTILLED = "it is distilled to few steps, which a LoRA would lose; use the base
 MAIN_KEYS = ("double_blocks.0.img_attn_q.weight", "vision_in.proj.1.weight", "cond_type_embedding.weight")
 
 
-def _match_hunyuan_video15(read: ConfigReader) -> FamilyMatch:
+def match_hunyuan_video15(read: ConfigReader) -> FamilyMatch:
+    """Check a HunyuanVideo 1.5, from text or from an image."""
     config, vae = read_required(read, "transformer/config.json"), read_required(read, "vae/config.json")
     if config.get("use_meanflow"):
         raise ModelError(DISTILLED)
@@ -132,7 +134,7 @@ FACTS = FamilyFacts(
         frames=FrameRule(stride=4, fps=24.0),
     ),
     detection=DetectionFacts(
-        match_configs=_match_hunyuan_video15,
+        match_configs=match_hunyuan_video15,
         keys=MAIN_KEYS,
         diffusers_keys={
             "double_blocks.0.img_attn_q.weight": "transformer_blocks.0.attn.to_q.weight",
@@ -151,9 +153,18 @@ FACTS = FamilyFacts(
         },
         unsupported_shapes={("time_r_in.mlp.0.weight", 1, 256): f"HunyuanVideo 1.5, but {DISTILLED}"},
         unsupported_file_names={
-            "i2v": "HunyuanVideo 1.5 I2V, which has the same weights and cannot be trained yet",
+            "i2v": "HunyuanVideo 1.5 I2V, whose weights have the same names; set --family hunyuan_video15_i2v",
             "distill": f"HunyuanVideo 1.5, but {DISTILLED}",
         },
+        trainer_names=TrainerNames(
+            diffusion_pipe=("hunyuan_video_15",),
+            simpletuner=("hunyuanvideo",),
+            simpletuner_flavours={
+                "t2v-480p": "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
+                "t2v-720p": "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v",
+            },
+            simpletuner_default="t2v-480p",
+        ),
     ),
     single_files=SingleFileFacts(
         prefixes={
@@ -212,7 +223,9 @@ class HunyuanVideo15(Family):
     facts = FACTS
 
     def get_pipeline_class(self) -> Any:
-        return _build_pipeline_class()
+        from diffusers import HunyuanVideo15Pipeline
+
+        return build_partial_pipeline_class(HunyuanVideo15Pipeline)
 
     @classmethod
     def prepare_denoiser(cls, denoiser: Any) -> None:
@@ -343,13 +356,11 @@ class _NoVae:
         return False
 
 
-def _build_pipeline_class() -> Any:
+def build_partial_pipeline_class(base: Any) -> Any:
     """diffusers' pipeline with the scale of its guider as an argument of the call; it may be loaded without VAE."""
     import functools
 
-    from diffusers import HunyuanVideo15Pipeline
-
-    pipeline: Any = build_guided_pipeline_class(HunyuanVideo15Pipeline, ("guider",))
+    pipeline: Any = build_guided_pipeline_class(base, ("guider",))
 
     class PartialPipeline(pipeline):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -371,22 +382,22 @@ def _build_pipeline_class() -> Any:
             """Leave it to the transformer, as the VAE may come later."""
 
     functools.update_wrapper(PartialPipeline.__init__, pipeline.__init__)  # diffusers reads its arguments
-    return copy_class_name(PartialPipeline, HunyuanVideo15Pipeline)
+    return copy_class_name(PartialPipeline, base)
 
 
 def _build_transformer_class() -> Any:
-    """diffusers' transformer for text to video, which looks at no values of masks and has no tokens of a first image.
+    """diffusers' transformer, which looks at no values of masks, and has tokens of a first image only if there is one.
 
     diffusers moves the tokens that are not masked to the front, whose number is not known before, and masks those of
-    the image.  Text tokens have no positions: their order changes nothing, and nothing attends to masked ones.  So the
-    mask is one of keys, (B, 1, 1, tokens): for pairs of tokens, as in diffusers, it would take gigabytes.
+    an image of zeros.  Text tokens have no positions: their order changes nothing, and nothing attends to masked ones.
+    So the mask is one of keys, (B, 1, 1, tokens): for pairs of tokens, as in diffusers, it would take gigabytes.
     """
     import torch
     from diffusers import HunyuanVideo15Transformer3DModel
 
     transformer: Any = HunyuanVideo15Transformer3DModel
 
-    class TextToVideoTransformer(transformer):  # type: ignore[misc]
+    class KeyMaskTransformer(transformer):  # type: ignore[misc]
         def forward(
             self,
             hidden_states: Tensor,
@@ -407,9 +418,13 @@ def _build_transformer_class() -> Any:
             kind = torch.zeros(1, dtype=torch.long, device=texts.device)
             glyphs = self.context_embedder_2(encoder_hidden_states_2) + self.cond_type_embed(kind + 1)
             texts = torch.cat([glyphs, texts + self.cond_type_embed(kind)], dim=1)
+            num_unmasked = hidden_states.shape[1]
+            if image_embeds is not None:
+                images = self.image_embedder(image_embeds) + self.cond_type_embed(kind + 2)
+                texts, num_unmasked = torch.cat([images, texts], dim=1), num_unmasked + images.shape[1]
             mask = torch.cat(
                 [
-                    torch.ones(hidden_states.shape[:2], dtype=torch.bool, device=texts.device),
+                    torch.ones(len(texts), num_unmasked, dtype=torch.bool, device=texts.device),
                     encoder_attention_mask_2.bool(),  # type: ignore[union-attr]
                     encoder_attention_mask.bool(),
                 ],
@@ -424,4 +439,4 @@ def _build_transformer_class() -> Any:
             hidden_states = self.proj_out(self.norm_out(hidden_states, times))
             return (torch.unflatten(hidden_states.transpose(1, 2), 2, sizes),)
 
-    return copy_class_name(TextToVideoTransformer, transformer)
+    return copy_class_name(KeyMaskTransformer, transformer)

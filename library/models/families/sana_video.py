@@ -44,7 +44,14 @@ FACTS = replace(
         hub_id="Efficient-Large-Model/SANA-Video_2B_480p_diffusers",
         frames=FrameRule(stride=4, fps=16.0),
     ),
-    detection=DetectionFacts(match_configs=_match_sana_video),
+    detection=DetectionFacts(
+        match_configs=_match_sana_video,
+        trainer_names=TrainerNames(
+            simpletuner=("sanavideo",),
+            simpletuner_flavours={"2b-480p": "Efficient-Large-Model/SANA-Video_2B_480p_diffusers"},
+            simpletuner_default="2b-480p",
+        ),
+    ),
     single_files=SingleFileFacts(),
     lora=replace(
         SANA_FACTS.lora,

@@ -16,7 +16,7 @@ from ...diffusion.noise_experts import HIGH_NOISE, LOW_NOISE, NoiseExperts, Trai
 from ...diffusion.timestep_shift import FixedShift
 from ...problems import Problem
 from ..base import BaseModelInfo, Family
-from ..facts import DetectionFacts, FamilyFacts, FamilyMatch, PipelineFacts, SamplingFacts
+from ..facts import DetectionFacts, FamilyFacts, FamilyMatch, PipelineFacts, SamplingFacts, TrainerNames
 from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import DENOISER_PREFIXES, match_flow_model
 from ..training_noise import TrainingNoiseFacts
@@ -80,6 +80,9 @@ FACTS = replace(
         keys=WAN_FACTS.detection.keys,
         diffusers_keys=WAN_FACTS.detection.diffusers_keys,
         shape_checks=WAN_FACTS.detection.shape_checks,
+        trainer_names=TrainerNames(
+            ai_toolkit=("wan22_14b",), diffusion_pipe=("wan",), variant_pattern=r"2[._]?2.*(?<!i)t2v"
+        ),
     ),
     lora=replace(
         WAN_FACTS.lora,
@@ -119,7 +122,13 @@ IMAGE_FACTS = replace(
         num_parameters=14_288_901_184,
         hub_id="Wan-AI/Wan2.2-I2V-A14B-Diffusers",
     ),
-    detection=replace(FACTS.detection, match_configs=_match_i2v),
+    detection=replace(
+        FACTS.detection,
+        match_configs=_match_i2v,
+        trainer_names=TrainerNames(
+            ai_toolkit=("wan22_14b_i2v",), diffusion_pipe=("wan",), variant_pattern=r"2[._]?2.*(?<!t)i2v"
+        ),
+    ),
     lora=replace(FACTS.lora, modelspec_architecture="wan2.2-i2v-a14b"),
     sampling=replace(FACTS.sampling, guidance_scale=3.5, frame_images=("image_path",)),
     options=replace(FACTS.options, musubi_versions={"i2v-A14B": {}}),

@@ -128,8 +128,18 @@ def _read_model(process: KeyReader) -> None:
         result.set_option("compile_dynamic", "auto" if dynamic is None else str(bool(dynamic)).lower())
     for name in ("compile_mode", "compile_fullgraph", "compile_dynamic", "block_compile"):
         model.read(name)
+    _read_experts(model)
     model.apply_rules(keys.MODEL_RULES)
     model.list_unknown(PROGRAM)
+
+
+def _read_experts(model: KeyReader) -> None:
+    """Read which of two transformers are trained; other models have arguments that are listed."""
+    arguments, result = model.read_table("model_kwargs"), model.result
+    if FAMILY_FACTS[result.family].pipeline.experts is not None:
+        trained = [name for name in ("high_noise", "low_noise") if arguments.read(f"train_{name}", True, to_switch)]
+        result.set_option("noise_experts", trained[0] if len(trained) == 1 else "both")
+    arguments.list_unknown(PROGRAM)
 
 
 def _read_network(process: KeyReader) -> None:
