@@ -103,7 +103,9 @@ MUSUBI_OPTIONS: Mapping[str, OptionVerdict] = {
     ),
     "dit_dtype": NoEffectOption("the model computes in the dtype of mixed_precision"),
     "text_encoder_dtype": TEXT_PRECISION,
-    "offload_inactive_dit": NoEffectOption("memory only: blocks_to_swap keeps blocks of both transformers in CPU memory"),
+    "offload_inactive_dit": NoEffectOption(
+        "memory only: blocks_to_swap keeps blocks of both transformers in CPU memory"
+    ),
     "force_v2_1_time_embedding": NoEffectOption("all tokens have one time, which is embedded once"),
     "img_in_txt_in_offloading": NoEffectOption("only blocks are kept in CPU memory: blocks_to_swap"),
     "disable_numpy_memmap": NoEffectOption("only how a file is read"),
@@ -261,7 +263,13 @@ def _has_caching_options_only(names: Collection[str]) -> bool:
         "vae_dtype",
         "edit",
         "edit_plus",
-        *("vae_chunk_size", "vae_tiling", "vae_spatial_tile_sample_min_size", "vae_sample_size", "vae_enable_patch_conv"),
+        *(
+            "vae_chunk_size",
+            "vae_tiling",
+            "vae_spatial_tile_sample_min_size",
+            "vae_sample_size",
+            "vae_enable_patch_conv",
+        ),
     }
     return is_known and bool({*names} & (caching | {*_list_component_names()}))
 

@@ -11,7 +11,7 @@ from library.models.families import FAMILY_FACTS
 
 __all__ = ["build_case"]  # a fixture
 VIDEO_FAMILIES = [name for name, facts in FAMILY_FACTS.items() if facts.pipeline.frames is not None]
-VARIANTS = ["wan22_ti2v_from_image"]
+VARIANTS = ["wan22_ti2v_from_image", "ltx_video095_from_image"]
 
 
 @pytest.fixture(params=[*VIDEO_FAMILIES, *VARIANTS])

@@ -58,9 +58,7 @@ FACTS = replace(
     blocks=replace(
         TEXT_FACTS.blocks,
         # The tokens of the image come before those of both texts.
-        token_layouts=dict.fromkeys(
-            TEXT_FACTS.blocks.token_layouts, TokenLayout(segments=(OTHER_TOKENS, *BOTH_TEXTS))
-        ),
+        token_layouts=dict.fromkeys(TEXT_FACTS.blocks.token_layouts, TokenLayout(segments=(OTHER_TOKENS, *BOTH_TEXTS))),
     ),
     sampling=replace(TEXT_FACTS.sampling, frame_images=("image_path",)),
     options=replace(

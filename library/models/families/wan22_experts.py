@@ -161,7 +161,6 @@ class _JoinedExperts(Family):
         call: Any = partial(denoiser, expert=batch.expert) if batch.expert else denoiser
         return super().predict(pipe, call, noisy_latents, timesteps, batch)  # type: ignore[safe-super]
 
-
     def adapt_sampling_pipeline(self, sampling_pipe: Any) -> Any:
         if (boundary := self.model_config.noise_boundary) is not None:
             sampling_pipe.register_to_config(boundary_ratio=boundary)

@@ -66,9 +66,7 @@ FACTS = replace(
     sampling=SamplingFacts(num_inference_steps=50, guidance_scale=5.0, image_size=(1280, 704)),
     # Only diffusers' folders are tried, and no command of musubi-tuner is for this model.
     single_files=SingleFileFacts(),
-    options=replace(
-        WAN_FACTS.options, network=GENERAL_NETWORK, musubi_versions={}, extra=("image_to_video",)
-    ),
+    options=replace(WAN_FACTS.options, network=GENERAL_NETWORK, musubi_versions={}, extra=("image_to_video",)),
     notes="5B, text to video, or from the first frame (`--image_to_video`); diffusers folders",
 )
 

@@ -342,7 +342,16 @@ def test_options_of_our_own_runs_have_not_the_names_of_musubi_tuner():
 def build_tiny_command(command) -> list[str]:
     """A documented command with a tiny model in place of its files."""
     argv = list(command["argv"])
-    files = ("--vae", "--text_encoder", "--t5", "--clip", "--byt5", "--image_encoder", "--dit_high_noise", "--sample_prompts")
+    files = (
+        "--vae",
+        "--text_encoder",
+        "--t5",
+        "--clip",
+        "--byt5",
+        "--image_encoder",
+        "--dit_high_noise",
+        "--sample_prompts",
+    )
     for option in ("--dataset_config", *files):
         if option in argv:
             del argv[argv.index(option) : argv.index(option) + 2]

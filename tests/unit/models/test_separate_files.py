@@ -63,7 +63,9 @@ def test_two_experts_in_a_file_each_are_those_of_the_folder(name, build_case, tm
     for ours, theirs in ((loaded.transformer, pipe.transformer), (loaded.transformer_2, pipe.transformer_2)):
         assert all(torch.equal(value, theirs.state_dict()[key]) for key, value in ours.state_dict().items())
     for expert, attribute in (("high_noise", "transformer"), ("low_noise", "transformer_2")):
-        only = ModelConfig(paths[expert], noise_experts=expert, model_version=f"{name.removeprefix('wan22_')}-A14B", **others)
+        only = ModelConfig(
+            paths[expert], noise_experts=expert, model_version=f"{name.removeprefix('wan22_')}-A14B", **others
+        )
         detected = detect_model(only)
         model = getattr(FAMILIES.get(detected.family)(only).load(detected, torch.float32), attribute)
         state = experts[expert].state_dict()
