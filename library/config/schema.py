@@ -107,8 +107,8 @@ class ModelConfig:
         aliases=(Alias("clip", program="musubi-tuner"),),
     )
     dit_high_noise: str | None = _define_component(
-        "file of the transformer for high noise of Wan 2.2 A14B, where pretrained_model_name_or_path is the file of that"
-        " for low noise"
+        "file of the transformer for high noise of Wan 2.2 A14B, where pretrained_model_name_or_path is that for low "
+        "noise"
     )
     ae: str | None = _define_component("alias of vae, for flow-matching models: file, diffusers folder or hub id")
     llm_adapter_path: str | None = _define_component(
@@ -245,8 +245,8 @@ class ModelConfig:
     )
     timestep_boundary: float | None = define_option(
         None,
-        "the noise level, in 0 to 1 or 0 to 1000, from which on the transformer for high noise of Wan 2.2 A14B predicts,"
-        " in training and previews; default: 0.875 from text, 0.9 from images",
+        "the noise level, in 0 to 1 or 0 to 1000, from which on the transformer for high noise of Wan 2.2 A14B "
+        "predicts, in training and previews; default: 0.875 from text, 0.9 from images",
         minimum=0,
         maximum=1000,
         needs=(OfModel(),),
@@ -254,8 +254,8 @@ class ModelConfig:
     )
     image_to_video: bool = define_option(
         False,
-        "train clips with their first frame given, by models that make videos from text and from images (Wan 2.2 TI2V, LTX-Video 0.9.5):"
-        " it is clean, has timestep 0 and is left out of the loss; images are trained as without this option",
+        "train clips with their first frame given (Wan 2.2 TI2V, LTX-Video 0.9.5): it is clean, has timestep 0 and is "
+        "left out of the loss; images are trained as without this option",
         needs=(OfModel(),),
         changes_text_outputs=False,
     )

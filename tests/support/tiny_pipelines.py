@@ -17,8 +17,8 @@ import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.modular_pipelines.anima.encoders import encode_vae_image
 from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video
-from diffusers.pipelines.ltx import pipeline_ltx_condition
 from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
+from diffusers.pipelines.ltx import pipeline_ltx_condition
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from diffusers.pipelines.skyreels_v2 import pipeline_skyreels_v2
 from diffusers.pipelines.wan import pipeline_wan, pipeline_wan_i2v
