@@ -27,9 +27,7 @@ SIZES, GB = (12, 16, 24, 48, 80), 2**30
 WIDTH, HEIGHT, FRAMES = 832, 480, 49
 CAPTION = "a lorikeet walks over the snow, lifts its head and flies away, seen from the side, in the evening sun"
 SETTINGS = "--mixed_precision bf16 --network_dim 16 --optimizer_type AdamW --cache_latents --cache_text_encoder_outputs"
-HEADER = (
-    f"| model | clip | {' | '.join(f'{size} GB' for size in SIZES)} |\n|---|---|{'---|' * len(SIZES)}"
-)
+HEADER = f"| model | clip | {' | '.join(f'{size} GB' for size in SIZES)} |\n|---|---|{'---|' * len(SIZES)}"
 
 
 def list_video_models() -> list[str]:
@@ -102,7 +100,8 @@ def insert_rows(page: str, rows: Mapping[str, str]) -> str:
     known = {line.split(" | ")[0]: line for line in table.splitlines() if line.startswith("| ")}
     known |= {row.split(" | ")[0]: row for row in rows.values()}
     titles = [
-        f"| {FAMILY_FACTS[name.partition(':')[0]].title} {name.partition(':')[2]}".strip() for name in list_video_models()
+        f"| {FAMILY_FACTS[name.partition(':')[0]].title} {name.partition(':')[2]}".strip()
+        for name in list_video_models()
     ]
     lines = [known[title] for title in titles if title in known]
     return f"{before}{START}{HEADER}\n" + "\n".join(lines) + f"\n{END}{after}"

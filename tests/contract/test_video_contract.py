@@ -7,11 +7,11 @@ import torch
 from family_cases import ForwardOnlyWrapper, Recorder, assert_same_call, build_case, make_generators
 from tiny_pipelines import HEIGHT, WIDTH, shrink_references
 
-from library.models.families import FAMILY_FACTS
+from library.models.families import FAMILY_FACTS, IMAGE_TO_VIDEO_FAMILIES
 
 __all__ = ["build_case"]  # a fixture
 VIDEO_FAMILIES = [name for name, facts in FAMILY_FACTS.items() if facts.pipeline.frames is not None]
-VARIANTS = ["wan22_ti2v_from_image", "ltx_video095_from_image"]
+VARIANTS = [f"{name}_from_image" for name in IMAGE_TO_VIDEO_FAMILIES]
 
 
 @pytest.fixture(params=[*VIDEO_FAMILIES, *VARIANTS])

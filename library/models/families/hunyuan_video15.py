@@ -419,7 +419,7 @@ def _build_transformer_class() -> Any:
             glyphs = self.context_embedder_2(encoder_hidden_states_2) + self.cond_type_embed(kind + 1)
             texts = torch.cat([glyphs, texts + self.cond_type_embed(kind)], dim=1)
             num_unmasked = hidden_states.shape[1]
-            if image_embeds is not None:
+            if image_embeds is not None and self.config.task_type == "i2v":  # else they are zeros
                 images = self.image_embedder(image_embeds) + self.cond_type_embed(kind + 2)
                 texts, num_unmasked = torch.cat([images, texts], dim=1), num_unmasked + images.shape[1]
             mask = torch.cat(
