@@ -365,7 +365,7 @@ def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> Detect
     if model_config.image_to_video:
         detected = replace(detected, family=IMAGE_TO_VIDEO_FAMILIES.get(detected.family, detected.family))
     facts, problems, read = get_family_facts(detected.family), list[Problem](), get_config_reader(detected)
-    sources = {}
+    sources, named = {}, set[str]()
     for option in COMPONENT_OPTIONS:
         path_or_id = getattr(model_config, option)
         if path_or_id is None:
@@ -374,9 +374,10 @@ def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> Detect
         if component is None:
             problems.append(Problem(option, f"{facts.title} has no such component"))
             continue
-        if component in sources:
+        if component in named:
             problems.append(Problem(option, f"{facts.title} has one {component}, which another option names, too"))
             continue
+        named.add(component)
         try:
             sources[component] = (
                 resolve_denoiser_source(path_or_id, facts, load_bundled_config(detected.bundled_config))

@@ -93,7 +93,8 @@ def build_options(family: str, paths: Mapping[str, str], tokenizers: str, **othe
     facts = FAMILY_FACTS[family]
     options = {component: option for option, component in facts.options.components.items()}
     components = {options[name]: path for name, path in paths.items() if name != facts.denoiser_name}
-    named = {"family": family} if facts.pipeline.kind == "edit" or family == "skyreels_v2" else {}
+    is_named = facts.pipeline.kind == "edit" or family in ("skyreels_v2", "hunyuan_video15_i2v")
+    named = {"family": family} if is_named else {}
     return ModelConfig(paths[facts.denoiser_name], tokenizer_cache_dir=tokenizers, **components, **named, **others)
 
 

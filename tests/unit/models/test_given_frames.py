@@ -51,7 +51,7 @@ def test_an_image_is_trained_as_from_text_alone(name, build_case):
     theirs = predict(text, plain, image)
     torch.testing.assert_close(ours, theirs)
     loss = torch.ones(2, 4, 1, 2, 2)
-    assert family.select_trained_frames(loss, batch) is loss
+    assert family.select_trained_frames(loss, tiny.batch) is loss
 
 
 @pytest.mark.parametrize("name", IMAGE_TO_VIDEO_FAMILIES)
