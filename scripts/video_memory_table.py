@@ -112,7 +112,6 @@ def main(argv: Sequence[str]) -> None:
     for name in list_video_models():
         if not argv or name.partition(":")[0] in argv:
             row = build_row(name)
-            print(row, flush=True)
             PAGE.write_text(insert_rows(PAGE.read_text(encoding="utf-8"), {name: row}), encoding="utf-8")
 
 
