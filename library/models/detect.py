@@ -480,11 +480,14 @@ def _find_missing_components(
     options = {component: option for option, component in facts.options.components.items()}
     available = {*detected.single_file_components, *component_sources}
     missing = [name for name in facts.components if name not in available and not is_tokenizer(name)]
+    more = ", or train one alone with --noise_experts" if facts.pipeline.experts is not None else ""
     return [
         Problem(
             "pretrained_model_name_or_path",
             f"{detected.path_or_id}: the file has no {name}",
-            f"give one with --{options[name]}" if name in options else "",
+            f"give one with --{options[name]}{more if name in facts.pipeline.denoisers else ''}"
+            if name in options
+            else "",
         )
         for name in missing
     ]

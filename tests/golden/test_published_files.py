@@ -10,9 +10,12 @@ import re
 import shutil
 from pathlib import Path
 
+import model_layouts
+import original_checkpoints
 import pytest
 from clip_files import write_clip
 from data_paths import ROOT
+from tiny_pipelines import TINY
 
 from library import cli
 
@@ -127,3 +130,39 @@ def test_a_dataset_file_of_musubi_tuner_is_dry_run(name, folder, capsys):
         write_clip(clips / "clip.mp4", num_frames=30, rate=16)
         clips.joinpath("clip.txt").write_text("a caption", "utf-8")
     assert dry_run([*words, "--dataset_config", str(path)], capsys) == (0, [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("expert", ["both", "low_noise"])
+def test_a_command_with_the_files_of_both_transformers_of_wan_is_dry_run(expert, folder, capsys):
+    """As documented, with tiny files; or one file alone, which its range of timesteps tells."""
+    (command,) = [each for each in COMMANDS if "t2v-A14B" in each["argv"]]
+    pipe = TINY["wan22_t2v"]().pipe
+    models = {"low_noise": pipe.transformer_2, "high_noise": pipe.transformer.high_noise}
+    files = {
+        name: model_layouts.save_tensors(
+            original_checkpoints.convert_wan_transformer(model), folder / f"wan2.2_t2v_{name}_14B.safetensors"
+        )
+        for name, model in models.items()
+    }
+    parts = model_layouts.build_files("wan", pipe)
+    tokenizers = model_layouts.save_tokenizers("wan22_t2v", pipe, folder / "tokenizers")
+    words = {"--dit": files["low_noise"], "--dit_high_noise": files["high_noise"], "--dataset_config": DEMO[1]}
+    argv = [words.get(before, word) for before, word in zip(["", *command["argv"]], command["argv"], strict=False)]
+    argv += ["--vae", model_layouts.save_tensors(parts["vae"], folder / "vae.safetensors")]
+    argv += ["--t5", model_layouts.save_tensors(parts["text_encoder"], folder / "t5.safetensors")]
+    argv += ["--tokenizer_cache_dir", tokenizers]
+    if expert == "low_noise":
+        del argv[argv.index("--dit_high_noise") : argv.index("--dit_high_noise") + 2]
+        argv += ["--min_timestep", "0", "--max_timestep", "875"]
+    assert dry_run(argv, capsys) == (0, [])
+
+
+@pytest.mark.slow
+def test_one_transformer_of_wan_without_its_range_is_one_problem(folder, capsys):
+    pipe = TINY["wan22_t2v"]().pipe
+    tensors = original_checkpoints.convert_wan_transformer(pipe.transformer_2)
+    file = model_layouts.save_tensors(tensors, folder / "low_noise.safetensors")
+    flags = ["--task", "t2v-A14B", "--dit", file, "--vae", file, "--t5", file, "--network_module", "networks.lora_wan"]
+    code, problems = dry_run([*flags, *DEMO], capsys)
+    assert code == 2 and any("--dit_high_noise" in line and "--noise_experts" in line for line in problems)

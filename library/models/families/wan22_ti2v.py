@@ -42,10 +42,10 @@ FACTS = replace(
         hub_id="Wan-AI/Wan2.2-TI2V-5B-Diffusers",
         frames=FrameRule(stride=4, fps=24.0),
     ),
-    # Files of ai-toolkit are not imported: it gives the first frame of some clips, by the settings of each dataset.
     detection=DetectionFacts(
         match_configs=_match_wan22_ti2v,
         trainer_names=TrainerNames(
+            ai_toolkit=("wan22_5b",),
             diffusion_pipe=("wan",),
             simpletuner=("wan",),
             simpletuner_flavours={"ti2v-5b-2.2": "Wan-AI/Wan2.2-TI2V-5B-Diffusers"},

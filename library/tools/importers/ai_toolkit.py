@@ -468,6 +468,11 @@ def _read_frames(reader: KeyReader, subset: dict[str, Any]) -> None:
     num_frames, is_spread = reader.read("num_frames", 1, to_integer), reader.read("shrink_video_to_frames", True)
     if num_frames <= 1:
         return
+    result = reader.result
+    if "image_to_video" in FAMILY_FACTS[result.family].options.extra:
+        is_given = reader.read("do_i2v", True, to_switch)
+        if result.options.setdefault("image_to_video", is_given) is not is_given:
+            reader.list_change("do_i2v", "the first frame of all clips is given or of none: image_to_video", is_given)
     if reader.result.family not in VIDEO_FAMILIES:
         reader.list_change("num_frames", "the model makes images; remove it, or choose a model of videos")
         return

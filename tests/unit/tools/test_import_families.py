@@ -458,3 +458,18 @@ def test_files_of_hunyuan_video_in_diffusion_pipe_are_its_components():
     encoders = [{"paths": ["qwen.safetensors", "byt5.safetensors"], "type": "hunyuan_video_15"}]
     other = import_content(*build_diffusion_pipe("hunyuan_video_15", diffusion_model="y", text_encoders=encoders))
     assert [other.options[name] for name in ("text_encoder", "byt5")] == ["qwen.safetensors", "byt5.safetensors"]
+
+
+def test_the_given_first_frame_of_ai_toolkit_is_that_of_all_clips():
+    (content,) = build_for("ai_toolkit", "wan22_5b", "wan22_ti2v", "owner/name")
+    (process,) = content["config"]["process"]
+    clips = {"folder_path": "/data/clips", "num_frames": 41}
+    images = {"folder_path": "/data/images"}
+    for given, expected in ({}, True), ({"do_i2v": False}, False):
+        process["datasets"] = [{**clips, **given}, images]
+        result = import_content(content)
+        assert (result.family, result.options["image_to_video"]) == ("wan22_ti2v", expected)
+        assert not any("do_i2v" in str(change) for change in result.untaken)
+    process["datasets"] = [clips, {**clips, "do_i2v": False}]
+    result = import_content(content)
+    assert result.options["image_to_video"] and any("do_i2v" in str(change) for change in result.untaken)
