@@ -97,13 +97,15 @@ class ModelConfig:
     t5xxl: str | None = _define_component(
         "T5-XXL text encoder: file, folder or hub id", aliases=(Alias("text_encoder1", program="musubi-tuner"),)
     )
-    byt5: str | None = _define_component("byT5 text encoder of HunyuanImage 2.1: file, folder or hub id")
+    byt5: str | None = _define_component(
+        "byT5 text encoder of HunyuanImage 2.1 and HunyuanVideo 1.5: file, folder or hub id"
+    )
     text_encoder: str | None = _define_component(
         "text encoder, where it is a language model: file, folder or hub id",
         aliases=(Alias("qwen3"), Alias("gemma2"), Alias("t5", program="musubi-tuner")),
     )
     image_encoder: str | None = _define_component(
-        "CLIP image encoder of models that make videos from images: file, folder or hub id",
+        "image encoder (CLIP, SigLIP) of models that make videos from images: file, folder or hub id",
         aliases=(Alias("clip", program="musubi-tuner"),),
     )
     dit_high_noise: str | None = _define_component(
