@@ -26,7 +26,7 @@ FACTS = replace(
     pipeline=replace(
         LTX_FACTS.pipeline,
         class_name="LTXConditionPipeline",
-        num_parameters=13_042_698_368,
+        num_parameters=13_042_569_344,
         hub_id="Lightricks/LTX-Video-0.9.5",
     ),
     detection=replace(
