@@ -6,7 +6,7 @@ models of videos are searched, which takes some minutes of one processor, otherw
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ def format_advice(advice: Sequence[LayoutEstimate]) -> str:
 
 def format_options(options: Mapping[str, Any]) -> str:
     """Name the options by few words."""
-    words = {
+    words: Mapping[str, Callable[[Any], str]] = {
         "gradient_checkpointing": lambda value: "checkpointing",
         "gradient_checkpointing_every": lambda value: f"every {value}",
         "activation_memory_budget": lambda value: f"budget {value:g}",

@@ -34,7 +34,7 @@ from ..shared_facts import (
 )
 from ..training_noise import LOGIT_NORMAL, NoiseLevels, TrainingNoiseFacts
 from .hunyuan_image_keys import SINGLE_PARTS
-from .hunyuan_video_keys import COMFYUI_KEYS, HUNYUAN_VIDEO_KEYS, LAYOUT, build_vae_patterns
+from .hunyuan_video_keys import COMFYUI_KEYS, HUNYUAN_VIDEO_KEYS, LAYOUT, build_video_vae_patterns
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -97,7 +97,7 @@ FACTS = FamilyFacts(
             "text_encoder_2": CLIP_L_PREFIXES,
         },
         layout=LAYOUT,
-        build_vae_patterns=build_vae_patterns,
+        build_vae_patterns=build_video_vae_patterns,
     ),
     lora=FamilyLora(
         # The linear layers of the blocks but those of modulation; those that refine the text have some of the same

@@ -44,7 +44,7 @@ HUNYUAN_VIDEO_KEYS = KeyStyle(
 )
 
 
-def build_vae_patterns(config: Mapping[str, Any]) -> dict[str, str]:
+def build_video_vae_patterns(config: Mapping[str, Any]) -> dict[str, str]:
     """Build the patterns of the VAE's keys in diffusers, and what ComfyUI's file has there; its levels go down."""
     last = len(config["block_out_channels"]) - 1
     return {
