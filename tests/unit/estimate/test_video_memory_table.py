@@ -60,8 +60,5 @@ def test_a_cell_names_the_options_by_few_words():
 def test_a_cell_has_what_the_search_advises():
     search, clip = build_search("random:wan:tiny")
     assert clip == (832, 480, 49)
-    large = search.advise(80 * GB)
-    limit = large[0].memory.total - large[0].memory.activations // 2
-    small = search.advise(limit)
-    assert small[0].memory.total <= limit and "checkpointing" in format_advice(small)
-    assert format_advice(large).startswith("nothing: ")
+    assert format_advice(search.advise(80 * GB)).startswith("nothing: ")
+    assert format_advice(search.advise(1)) == "does not fit"
