@@ -104,7 +104,7 @@ def measure_reading(directory: Path, count: int, repetitions: int) -> Iterator[M
     rows = store.find_rows(stack_keys(keys))
     candidates: dict[str, Callable[[], object]] = {
         "cache": lambda: [read_window(store, int(row)) for row in rows],
-        "musubi-tuner's files": lambda: [load_file(file)[name] for file in files],
+        "musubi-tuner's files": lambda: [torch.stack([load_file(file)[name]]) for file in files],  # a batch
     }
     seconds = measure_interleaved(candidates, repetitions + 1)
     times = {each: [1e3 * value / count for value in values[1:]] for each, values in seconds.items()}  # 0 is warmup

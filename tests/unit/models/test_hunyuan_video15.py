@@ -37,6 +37,7 @@ def test_the_transformer_computes_what_that_of_diffusers_does(build_case):
     assert not torch.allclose(ours(**shorter)[0], expected), "the mask matters"
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_transformer_with_a_first_image_computes_what_that_of_diffusers_does(build_case):
     _, tiny = build_case("hunyuan_video15_i2v")

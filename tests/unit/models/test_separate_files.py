@@ -40,6 +40,7 @@ def test_a_model_in_separate_files_is_the_model_in_a_folder(name, build_case, tm
             torch.testing.assert_close(list(ours[key]), list(rows), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERTS)
 @torch.no_grad()
 def test_two_experts_in_a_file_each_are_those_of_the_folder(name, build_case, tmp_path):
