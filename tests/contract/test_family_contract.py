@@ -45,9 +45,11 @@ def test_a_family_passes_the_checks_of_the_program(sentence, case):
         assert not case[0].facts.lora.text_encoders
 
 
+VARIANTS = [f"{name}_from_image" for name in IMAGE_TO_VIDEO_FAMILIES]
+SLOW = ("hunyuan_video15_i2v", "ltx_video095", *VARIANTS)
 VIDEO_FAMILIES = [
-    *(name for name, facts in FAMILY_FACTS.items() if facts.pipeline.frames is not None),
-    *(f"{name}_from_image" for name in IMAGE_TO_VIDEO_FAMILIES),
+    pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW))
+    for name in (*(name for name, facts in FAMILY_FACTS.items() if facts.pipeline.frames is not None), *VARIANTS)
 ]
 
 
