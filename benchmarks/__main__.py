@@ -25,6 +25,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "compile": ("benchmarks.compile", "torch.compile: graphs, compile time with a cold and a warm cache, step time"),
     "strategies": ("benchmarks.strategies", "throughput, bytes on the wire and memory of each parallel strategy"),
     "data": ("benchmarks.data", "scanning a dataset, planning batches, reading cached latents"),
+    "clips": ("benchmarks.clips", "planning and caching many clips, reading cached windows"),
     "saves": ("benchmarks.saves", "time that training waits for LoRA files and checkpoints"),
     "peers": ("benchmarks.peers", "start, step and memory of training beside sd-scripts, on the same model and images"),
     "lora": ("benchmarks.lora", "the LoRA tools: time, peak memory, and how exact their results are"),

@@ -148,7 +148,9 @@ class MaxNormRegularizer:
                 continue
             down, up = (getattr(layer, half)["default"].weight for half in ("lora_A", "lora_B"))
             # Modules that are fused in the original model share lora_A and count as one.
-            self.groups.setdefault(id(down), (down, size.alpha / size.rank, []))[2].append(up)
+            ups = self.groups.setdefault(id(down), (down, size.alpha / size.rank, []))[2]
+            if not any(up is other for other in ups):  # two experts may have one adapter
+                ups.append(up)
 
     @torch.no_grad()
     def __call__(self) -> None:

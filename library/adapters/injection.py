@@ -136,6 +136,18 @@ def inject_adapters(
     return Adapter(adapter_type, config.network_dim, alpha, injected, target_layers)
 
 
+def share_adapters(model: nn.Module, other: nn.Module) -> None:
+    """Let the layers of another model use the adapters of the layers with their names in this one."""
+    for name, layer in other.named_modules():
+        if not isinstance(layer, BaseTunerLayer):
+            continue
+        source = model.get_submodule(name)
+        for kind in layer.adapter_layer_names:
+            own: Any = getattr(layer, kind)
+            if ADAPTER_NAME in own:
+                own[ADAPTER_NAME] = getattr(source, kind)[ADAPTER_NAME]
+
+
 def select_target_layers(
     components: Sequence[TargetComponent], config: AdapterConfig, network: NetworkFacts
 ) -> tuple[list[TargetLayer], dict[str, RankAlpha]]:

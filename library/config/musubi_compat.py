@@ -20,7 +20,7 @@ from .kohya_compat import (
     UnsupportedOption,
     list_aliases,
 )
-from .network_args import MUSUBI_MODULES, NETWORK_MODULES, get_adapter_type
+from .network_args import MUSUBI_MODULES, get_adapter_type
 from .options import ExplicitOptions, iter_options
 from .schema import AdapterConfig, RunConfig, TrainConfig
 from .schema_objective import NoiseConfig
@@ -31,6 +31,9 @@ PROGRAM = "musubi-tuner"
 KONTEXT_MODULE, KONTEXT_VERSION = "networks.lora_flux", "kontext"
 """FLUX.1 Kontext, the one model of musubi-tuner whose module sd-scripts has for another model."""
 
+EXPERT_BOUNDARIES = {"t2v-A14B": 875, "i2v-A14B": 900}
+"""The timestep from which on the transformer for high noise predicts, by the tasks of Wan 2.2 A14B."""
+
 REX_ARGS, REX_MIN_RATIO = ("rex_alpha=0.1", "rex_beta=0.9"), 0.01
 """The defaults of ``lr_scheduler rex``, whose curve falls later than that of its authors."""
 
@@ -39,9 +42,7 @@ _FOLDER_ONLY = (
     "which is trained from a folder in diffusers' format, with --pretrained_model_name_or_path in place of --dit"
 )
 MISSING_MODELS = {
-    "networks.lora": "HunyuanVideo, whose file is given as --pretrained_model_name_or_path in place of --dit",
     "networks.lora_framepack": f"FramePack, {_VIDEO}",
-    "networks.lora_hv_1_5": f"HunyuanVideo 1.5, {_FOLDER_ONLY}",
     "networks.lora_kandinsky": f"Kandinsky 5, {_FOLDER_ONLY}",
     "networks.lora_ideogram4": f"Ideogram 4, {_MISSING}",
     "networks.lora_hidream_o1": f"HiDream-O1, {_MISSING}",
@@ -50,17 +51,12 @@ MISSING_MODELS = {
 
 MISSING_TASKS = {
     **dict.fromkeys(("t2v-1.3B-FC", "t2v-14B-FC", "i2v-14B-FC"), "Wan 2.1 Fun-Control, which makes videos from clips"),
-    **dict.fromkeys(
-        ("t2v-A14B", "i2v-A14B"),
-        "Wan 2.2 A14B, which is trained from a folder in diffusers' format, with --pretrained_model_name_or_path in"
-        " place of --dit and --dit_high_noise: both transformers, or one with --noise_experts",
-    ),
-    "i2v": "HunyuanVideo 1.5 I2V, which makes videos from images",
 }
 """The models of musubi-tuner that cannot be trained here, by their tasks; those of Kandinsky 5 begin with k5."""
 
 _SUPPORTED = (
-    "the models of musubi-tuner that can be trained are FLUX.1 Kontext, FLUX.2, Qwen-Image, Wan 2.1, Z-Image and Krea 2"
+    "the models of musubi-tuner that can be trained are FLUX.1 Kontext, FLUX.2, Qwen-Image, Wan 2.1 and 2.2 A14B,"
+    " HunyuanVideo, HunyuanVideo 1.5, Z-Image and Krea 2"
 )
 
 
@@ -80,14 +76,13 @@ _CACHING_OPTIONS = """
 """.split()
 _OTHER_MODEL_OPTIONS = """
     bulk_decode dino_loss_backend dino_loss_every_n_steps dino_loss_feature_mode dino_loss_layer
-    dino_loss_model_type dino_loss_no_norm dino_loss_resize dino_loss_use_gram dino_loss_weight dit_dtype dit_high_noise
-    dit_in_channels f1 force_nabla_attention force_v2_1_time_embedding i2v_mode ideogram4_timestep_mu
+    dino_loss_model_type dino_loss_no_norm dino_loss_resize dino_loss_use_gram dino_loss_weight
+    f1 force_nabla_attention i2v_mode ideogram4_timestep_mu
     ideogram4_timestep_std initial_sigma latent_window_size log_loss_stats model_type nabla_P
     nabla_add_sta nabla_method nabla_wH nabla_wT nabla_wW no_nabla_add_sta no_vae_load noise_clip_std noise_scale_end
-    noise_scale_start offload_dit_during_sampling offload_inactive_dit one_frame override_dit sampler_preset
-    scheduler_scale skip_t2i_visual_dummy text_encoder_clip text_encoder_dtype text_encoder_qwen
-    timestep_boundary unconditional_dit use_unconditional_dit_for_lora_sampling vae_enable_patch_conv
-    vae_sample_size vae_spatial_tile_sample_min_size vae_tiling validate_caption_structure warn_on_caption_issues
+    noise_scale_start offload_dit_during_sampling one_frame override_dit sampler_preset
+    scheduler_scale skip_t2i_visual_dummy text_encoder_clip text_encoder_qwen
+    unconditional_dit use_unconditional_dit_for_lora_sampling validate_caption_structure warn_on_caption_issues
 """.split()
 
 MUSUBI_OPTIONS: Mapping[str, OptionVerdict] = {
@@ -102,6 +97,16 @@ MUSUBI_OPTIONS: Mapping[str, OptionVerdict] = {
     **dict.fromkeys(("turbo_dit", "turbo_dit_cache"), _TURBO),
     "vae_cache_cpu": NoEffectOption("only where the VAE keeps values between the parts of a clip"),
     "vae_dtype": NoEffectOption("the VAE always runs in fp32"),
+    **dict.fromkeys(
+        ("vae_tiling", "vae_spatial_tile_sample_min_size", "vae_sample_size", "vae_enable_patch_conv"),
+        NoEffectOption("the VAE encodes frames whole, without the seams of tiles"),
+    ),
+    "dit_dtype": NoEffectOption("the model computes in the dtype of mixed_precision"),
+    "text_encoder_dtype": TEXT_PRECISION,
+    "offload_inactive_dit": NoEffectOption(
+        "memory only: blocks_to_swap keeps blocks of both transformers in CPU memory"
+    ),
+    "force_v2_1_time_embedding": NoEffectOption("all tokens have one time, which is embedded once"),
     "img_in_txt_in_offloading": NoEffectOption("only blocks are kept in CPU memory: blocks_to_swap"),
     "disable_numpy_memmap": NoEffectOption("only how a file is read"),
     "compile_cache_size_limit": NoEffectOption("equal blocks share their graphs, so that torch's limit is not reached"),
@@ -115,6 +120,7 @@ MUSUBI_OPTIONS: Mapping[str, OptionVerdict] = {
     "block_swap_optimizer_patch_params": FULL_TRAINING,
     "sage_attn": UnsupportedOption("SageAttention has no backward pass; use --attn_mode flash"),
     "show_timesteps": UnsupportedOption("use python -m library plan, which trains nothing"),
+    "dit_in_channels": UnsupportedOption("not supported: the model has the channels of its files", (16,)),
     "num_layers": UnsupportedOption("not supported: the model has the blocks of its files", (60,)),
     "remove_first_image_from_target": UnsupportedOption("for Qwen-Image-Layered, which is not supported"),
     **dict.fromkeys(_CACHING_OPTIONS, _CACHING),
@@ -129,7 +135,7 @@ def is_from_musubi(settings: Collection[RawSetting]) -> bool:
     Files that this program writes have the latter and ``objective_defaults``, and are its own.
     """
     names = {each.name for each in settings}
-    only_there = (*MUSUBI_MODULES, *(MISSING_MODELS.keys() - NETWORK_MODULES.keys()))
+    only_there = (*MUSUBI_MODULES, *MISSING_MODELS)
     has_module = _find_text(settings, "network_module") in only_there
     return "dit" in names or (has_module and "objective_defaults" not in names)
 
@@ -139,17 +145,12 @@ def find_missing_model(settings: Collection[RawSetting]) -> Problem | None:
     module = _find_text(settings, "network_module")
     if module in MISSING_MODELS:
         place = _find_place(settings, "network_module")
-        text, fix = f"{module} is musubi-tuner's module of {MISSING_MODELS[module]}", _SUPPORTED
-        if module in NETWORK_MODULES:
-            fix = f"name the module of the model, such as {MUSUBI_MODULES[2]}; {_SUPPORTED}"
-        return Problem("network_module", text, fix, place=place)
+        text = f"{module} is musubi-tuner's module of {MISSING_MODELS[module]}"
+        return Problem("network_module", text, _SUPPORTED, place=place)
     task = _find_text(settings, "task")
     model = "Kandinsky 5" if task.startswith("k5") else MISSING_TASKS.get(task)
     if model is not None:
         text = f"{task} is {model}; it is not supported yet"
-        return Problem("task", text, _SUPPORTED, place=_find_place(settings, "task"))
-    if task == "t2v":
-        text = f"{task} is HunyuanVideo 1.5, {_FOLDER_ONLY}"
         return Problem("task", text, _SUPPORTED, place=_find_place(settings, "task"))
     return None
 
@@ -179,9 +180,22 @@ def list_musubi_values(values: Mapping[str, Any]) -> dict[str, Any]:
     adapter = AdapterConfig(**{name: values[name] for name in ("network_module", "network_args") if name in values})
     if validate_save_format([get_adapter_type(adapter)], taken.get("save_format", "auto")):
         del taken["save_format"]
+    if expert := _find_only_expert(values):
+        taken["noise_experts"] = expert
     if adapter.network_module == KONTEXT_MODULE and not values.keys() & {"model_version", "family"}:
         taken["model_version"] = KONTEXT_VERSION
     return taken
+
+
+def _find_only_expert(values: Mapping[str, Any]) -> str | None:
+    """The expert of Wan 2.2 A14B that ``dit`` alone is, as the range of timesteps says."""
+    boundary = EXPERT_BOUNDARIES.get(values.get("model_version", ""))
+    if boundary is None or values.keys() & {"dit_high_noise", "noise_experts"}:
+        return None
+    if values.get("timestep_sampling", "sigma") == "sigma":  # which counts timesteps from noise
+        return None
+    low, high = values.get("min_timestep") or 0, values.get("max_timestep") or 1000
+    return "low_noise" if high <= boundary else "high_noise" if low >= boundary else None
 
 
 def _list_rex_values(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -249,7 +263,13 @@ def _has_caching_options_only(names: Collection[str]) -> bool:
         "vae_dtype",
         "edit",
         "edit_plus",
-        "vae_chunk_size",
+        *(
+            "vae_chunk_size",
+            "vae_tiling",
+            "vae_spatial_tile_sample_min_size",
+            "vae_sample_size",
+            "vae_enable_patch_conv",
+        ),
     }
     return is_known and bool({*names} & (caching | {*_list_component_names()}))
 

@@ -37,6 +37,7 @@ NETWORK_MODULES = {
     "networks.lora_anima": "lora",
     "networks.lora_hunyuan_image": "lora",
     "networks.lora_flux_2": "lora",
+    "networks.lora_hv_1_5": "lora",
     "networks.lora_krea2": "lora",
     "networks.lora_qwen_image": "lora",
     "networks.lora_wan": "lora",
@@ -54,6 +55,7 @@ OFT_MODULES = ("networks.oft", "networks.oft_flux")
 
 MUSUBI_MODULES = (
     "networks.lora_flux_2",
+    "networks.lora_hv_1_5",
     "networks.lora_krea2",
     "networks.lora_qwen_image",
     "networks.lora_wan",

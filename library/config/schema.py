@@ -97,14 +97,20 @@ class ModelConfig:
     t5xxl: str | None = _define_component(
         "T5-XXL text encoder: file, folder or hub id", aliases=(Alias("text_encoder1", program="musubi-tuner"),)
     )
-    byt5: str | None = _define_component("byT5 text encoder of HunyuanImage 2.1: file, folder or hub id")
+    byt5: str | None = _define_component(
+        "byT5 text encoder of HunyuanImage 2.1 and HunyuanVideo 1.5: file, folder or hub id"
+    )
     text_encoder: str | None = _define_component(
         "text encoder, where it is a language model: file, folder or hub id",
         aliases=(Alias("qwen3"), Alias("gemma2"), Alias("t5", program="musubi-tuner")),
     )
     image_encoder: str | None = _define_component(
-        "CLIP image encoder of models that make videos from images: file, folder or hub id",
+        "image encoder (CLIP, SigLIP) of models that make videos from images: file, folder or hub id",
         aliases=(Alias("clip", program="musubi-tuner"),),
+    )
+    dit_high_noise: str | None = _define_component(
+        "file of the transformer for high noise of Wan 2.2 A14B, where pretrained_model_name_or_path is that for low "
+        "noise"
     )
     ae: str | None = _define_component("alias of vae, for flow-matching models: file, diffusers folder or hub id")
     llm_adapter_path: str | None = _define_component(
@@ -229,6 +235,31 @@ class ModelConfig:
         "the transformers of Wan 2.2 A14B that are trained: both in one run, each with a LoRA file of its own, or one, "
         "which alone is loaded",
         needs=(OfModel(),),
+        changes_text_outputs=False,
+    )
+    expert_adapters: Literal["separate", "shared"] = define_option(
+        "separate",
+        "noise_experts both: an adapter and a LoRA file for each transformer, or one that both share, as musubi-tuner"
+        " trains it with dit_high_noise",
+        needs=(OfModel(), HasValue("noise_experts", ("both",), "one transformer alone is trained")),
+        changes_text_outputs=False,
+        musubi_default="shared",
+    )
+    timestep_boundary: float | None = define_option(
+        None,
+        "the noise level, in 0 to 1 or 0 to 1000, from which on the transformer for high noise of Wan 2.2 A14B "
+        "predicts, in training and previews; default: 0.875 from text, 0.9 from images",
+        minimum=0,
+        maximum=1000,
+        needs=(OfModel(),),
+        changes_text_outputs=False,
+    )
+    image_to_video: bool = define_option(
+        False,
+        "train clips with their first frame given (Wan 2.2 TI2V, LTX-Video 0.9.5): it is clean, has timestep 0 and is "
+        "left out of the loss; images are trained as without this option",
+        needs=(OfModel(),),
+        changes_text_outputs=False,
     )
     control: Literal["none", "omini", "channels"] = define_option(
         "none",
@@ -253,6 +284,12 @@ class ModelConfig:
         minimum=0,
         needs=(HasValue("control", ("omini",)),),
     )
+
+    @property
+    def noise_boundary(self) -> float | None:
+        """``timestep_boundary`` in 0..1."""
+        boundary = self.timestep_boundary
+        return boundary if boundary is None or boundary <= 1 else boundary / 1000
 
 
 @dataclass(frozen=True)

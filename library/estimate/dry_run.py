@@ -14,6 +14,7 @@ from ..dataloader.run_plan import RunPlan
 from ..dataset.frame_windows import DEFAULT_FRAME_RULE
 from ..dataset.validate import find_sizes_for_some_models
 from ..models.detect import DetectedModel, build_control_limits, detect_model, get_config_reader, list_size_multiples
+from ..models.families import FAMILIES
 from ..models.model_configs import read_encoded_sizes
 from ..models.own_families import get_family_facts
 from ..models.trained_components import describe_expert_steps, describe_trained_components, list_cached_text_components
@@ -93,7 +94,6 @@ def build_dry_run(config: RunConfig, data_parallel_size: int) -> DryRun:
     """Scan the images and plan the run for a number of data-parallel processes."""
     detected = detect_model(config.model)
     if config.adapter.network_weights or config.adapter.base_weights or config.adapter.training_adapter:
-        from ..models.families import FAMILIES
         from ..training.network_weights import read_initial_weights  # imports torch
 
         family = FAMILIES.get(detected.family)(config.model)
@@ -127,8 +127,9 @@ def build_dry_run(config: RunConfig, data_parallel_size: int) -> DryRun:
         settings = config.preview, config.distributed.mixed_precision, config.preservation
         estimates.append(estimate_caption_cache(*arguments, *settings, facts.control.text_tokens_per_image))
     trained = describe_trained_components(config.adapter, config.optim, facts)
-    if experts := describe_expert_steps(config.noise, config.train.seed, range(plan.first_step, plan.steps), detected):
-        notes.append(experts)
+    steps, experts = range(plan.first_step, plan.steps), FAMILIES.get(detected.family)(config.model).experts
+    if line := describe_expert_steps(config.noise, config.train.seed, steps, detected, experts):
+        notes.append(line)
     return DryRun(
         detected=detected,
         prepared=prepared,

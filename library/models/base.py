@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from ..dataloader.batch import Batch, Cond, Moments
     from ..dataloader.sample_prompts import Prompt
+    from ..diffusion.noise_experts import NoiseExperts
     from ..diffusion.process import NoiseProcess
     from .detect import DetectedModel
     from .model_configs import ConfigReader
@@ -74,6 +75,18 @@ class Family(ABC):
 
         names = self.facts.components if components is None else components
         return load_pipeline(self, model, dtype, names, pipe=pipe, device=device)
+
+    @property
+    def experts(self) -> NoiseExperts | None:
+        """The experts of the model, with the boundary of ``timestep_boundary``; None if it has one denoiser."""
+        experts, boundary = self.facts.pipeline.experts, self.model_config.noise_boundary
+        return experts if experts is None or boundary is None else replace(experts, boundary=boundary)
+
+    @property
+    def shares_adapters(self) -> bool:
+        """Whether two experts have one adapter (``expert_adapters shared``)."""
+        experts = self.facts.pipeline.experts
+        return experts is not None and experts.trained == "both" and self.model_config.expert_adapters == "shared"
 
     # What every family writes.
 

@@ -63,7 +63,8 @@ class ComponentSignature:
 
 _COMPONENT_SIGNATURES: Mapping[str, tuple[str, str, int]] = {
     "clip_vision": (r"(?:^|\.)pre_layrnorm\.weight$", "CLIP image encoder of width {}", 0),
-    "vae": (r"(?:^|\.)decoder\.(?:conv_in|conv1)\.weight$", "VAE with {} latent channels", 1),
+    "siglip_vision": (r"(?:^|\.)head\.probe$", "SigLIP image encoder of width {}", 2),
+    "vae": (r"(?:^|\.)decoder\.(?:conv_in|conv1)(?:\.conv)?\.weight$", "VAE with {} latent channels", 1),
     "clip": (r"(?:^|\.)(?:token_embedding\.weight)$", "CLIP text encoder of width {}", 1),
     "t5": (
         r"(?:^|\.)(?:encoder\.block\.0\.layer\.0\.SelfAttention|blocks\.0\.attn)\.q\.weight$",
@@ -137,8 +138,9 @@ def find_component_names(header: CheckpointHeader, facts: FamilyFacts) -> tuple[
         for component, prefixes in facts.single_files.prefixes.items()
         if any(key.startswith(prefix) for prefix in prefixes for key in header.shapes)
     ]
-    if has_denoiser(header, facts) and facts.denoiser_name not in names:
-        names.insert(0, facts.denoiser_name)
+    names = [name for name in names if name not in facts.pipeline.denoisers or name == facts.file_denoiser]
+    if has_denoiser(header, facts) and facts.file_denoiser not in names:
+        names.insert(0, facts.file_denoiser)
     return tuple(names)
 
 
@@ -203,6 +205,7 @@ _SIGNATURE_BY_CLASS: Mapping[str, tuple[str, str]] = {
     "CLIPTextModel": ("clip", "hidden_size"),
     "CLIPTextModelWithProjection": ("clip", "hidden_size"),
     "CLIPVisionModel": ("clip_vision", "hidden_size"),
+    "SiglipVisionModel": ("siglip_vision", "hidden_size"),
     "T5EncoderModel": ("t5", "d_model"),
     "T5ForConditionalGeneration": ("t5", "d_model"),
     "UMT5EncoderModel": ("t5", "d_model"),
@@ -248,6 +251,19 @@ def resolve_component_source(path_or_id: str, component: str, read_model: Config
             _require_signature([signature] if signature else [], expected, component)
             return ComponentSource(source_type, str(path) if path.is_dir() else path_or_id, subfolder)
     raise ModelError(f"no config.json in it or in its subfolder {component}; give a {component} in diffusers format")
+
+
+def resolve_denoiser_source(name: str, facts: FamilyFacts, config: BundledConfig) -> ComponentSource:
+    """Resolve the file of another denoiser, which has the sizes of the one that the config describes."""
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise ModelError(f"no such file (looked in {path.absolute().parent})")
+    header = read_checkpoint_header(path)
+    reject_unsupported_file(header)
+    is_same = all(actual == expected for actual, expected in _iter_shape_checks(header, facts, config))
+    if not has_denoiser(header, facts) or not is_same:
+        raise ModelError(f"contains no transformer of {facts.title} with the sizes of the other one")
+    return ComponentSource("file", str(path))
 
 
 def _resolve_tokenizer_source(path: Path) -> ComponentSource:

@@ -27,9 +27,10 @@ from .checkpoint_inspection import (
     reject_unsupported_file,
     reject_unsupported_model,
     resolve_component_source,
+    resolve_denoiser_source,
 )
 from .facts import FamilyFacts, FamilyMatch
-from .families import CONTROL_FAMILIES, EXPERT_FAMILIES, FAMILY_FACTS
+from .families import CONTROL_FAMILIES, EXPERT_FAMILIES, FAMILY_FACTS, IMAGE_TO_VIDEO_FAMILIES
 from .model_configs import (
     ConfigReader,
     ModelError,
@@ -56,7 +57,7 @@ from .own_families import (
 _REPO_ID_PATTERN = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 COMPONENT_OPTIONS = (
     *("vae", "clip_l", "clip_g", "t5xxl", "byt5", "ae", "text_encoder", "image_encoder"),
-    *("llm_adapter_path", "t5_tokenizer_path"),
+    *("llm_adapter_path", "t5_tokenizer_path", "dit_high_noise"),
 )
 SourceType = Literal["folder", "hub", "file", "random"]
 
@@ -159,7 +160,7 @@ def _detect_source(model_config: ModelConfig) -> DetectedModel:
     family, variant = _split_variant(model_config.family)
     path = Path(name).expanduser()  # paths from TOML files may have a tilde
     if path.is_file():
-        return _detect_single_file(path, family, variant, model_config.model_version)
+        return _detect_single_file(path, family, variant, model_config)
     if variant is not None:
         raise ModelError(f"its own files tell the variant; set --family {family}, or leave it out")
     if path.is_dir():
@@ -231,8 +232,9 @@ def _list_family_titles() -> str:
 
 
 def _detect_single_file(
-    path: Path, family_option: str | None, variant: str | None, version: str | None
+    path: Path, family_option: str | None, variant: str | None, options: ModelConfig
 ) -> DetectedModel:
+    version = options.model_version
     header = read_checkpoint_header(path)
     reject_unsupported_file(header)
     reject_unsupported_model(header, FAMILY_FACTS.values())
@@ -244,6 +246,10 @@ def _detect_single_file(
     candidates = [
         each for each in candidates if version in get_family_facts(each).options.musubi_versions
     ] or candidates
+    if options.dit_high_noise is not None:
+        candidates = [
+            each for each in candidates if "dit_high_noise" in get_family_facts(each).options.components
+        ] or candidates
     for family in candidates:
         facts = get_family_facts(family)
         version_config = facts.options.musubi_versions.get(version or "")
@@ -355,10 +361,11 @@ def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> Detect
     """Resolve the component options and check the options of the family; all problems are raised together."""
     control, controls = model_config.control, CONTROL_FAMILIES.get(detected.family, {})
     detected = replace(detected, family=controls.get(control, detected.family))
-    experts = EXPERT_FAMILIES.get(detected.family, {})
-    detected = replace(detected, family=experts.get(model_config.noise_experts, detected.family))
+    detected = _select_expert(detected, model_config.noise_experts)
+    if model_config.image_to_video:
+        detected = replace(detected, family=IMAGE_TO_VIDEO_FAMILIES.get(detected.family, detected.family))
     facts, problems, read = get_family_facts(detected.family), list[Problem](), get_config_reader(detected)
-    sources = {}
+    sources, named = {}, set[str]()
     for option in COMPONENT_OPTIONS:
         path_or_id = getattr(model_config, option)
         if path_or_id is None:
@@ -367,8 +374,16 @@ def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> Detect
         if component is None:
             problems.append(Problem(option, f"{facts.title} has no such component"))
             continue
+        if component in named:
+            problems.append(Problem(option, f"{facts.title} has one {component}, which another option names, too"))
+            continue
+        named.add(component)
         try:
-            sources[component] = resolve_component_source(path_or_id, component, read)
+            sources[component] = (
+                resolve_denoiser_source(path_or_id, facts, load_bundled_config(detected.bundled_config))
+                if component in facts.pipeline.denoisers and detected.bundled_config
+                else resolve_component_source(path_or_id, component, read)
+            )
         except ModelError as problem:
             problems.append(Problem(option, f"{path_or_id}: {problem}"))
     problems += [*_find_unsupported_options(model_config, facts), *facts.options.validate(read, model_config)]
@@ -384,6 +399,17 @@ def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> Detect
     if problems:
         raise ConfigError(problems)
     return replace(detected, component_sources={**_find_separate_sources(detected, facts, sources), **sources})
+
+
+def _select_expert(detected: DetectedModel, noise_experts: str) -> DetectedModel:
+    """Take the family that trains one expert alone, if that is chosen; a single file is that one."""
+    family = EXPERT_FAMILIES.get(detected.family, {}).get(noise_experts)
+    if family is None:
+        return detected
+    both, only = get_family_facts(detected.family), get_family_facts(family)
+    names = detected.single_file_components
+    renamed = tuple(only.file_denoiser if name in both.pipeline.denoisers else name for name in names)
+    return replace(detected, family=family, single_file_components=renamed)
 
 
 def _find_separate_sources(
@@ -454,11 +480,14 @@ def _find_missing_components(
     options = {component: option for option, component in facts.options.components.items()}
     available = {*detected.single_file_components, *component_sources}
     missing = [name for name in facts.components if name not in available and not is_tokenizer(name)]
+    more = ", or train one alone with --noise_experts" if facts.pipeline.experts is not None else ""
     return [
         Problem(
             "pretrained_model_name_or_path",
             f"{detected.path_or_id}: the file has no {name}",
-            f"give one with --{options[name]}" if name in options else "",
+            f"give one with --{options[name]}{more if name in facts.pipeline.denoisers else ''}"
+            if name in options
+            else "",
         )
         for name in missing
     ]

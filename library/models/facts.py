@@ -356,6 +356,11 @@ class FamilyFacts:
         return self.pipeline.denoisers[0]
 
     @property
+    def file_denoiser(self) -> str:
+        """The denoiser that a single file has: of two experts, the one for low noise."""
+        return self.pipeline.denoisers[-1]
+
+    @property
     def components(self) -> tuple[str, ...]:
         """The subfolders of a complete model, apart from the scheduler's; all that can be loaded."""
         return (*self.pipeline.denoisers, *self.image_encoders, *self.text.components)

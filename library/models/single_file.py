@@ -48,7 +48,7 @@ def build_key_conversion(facts: FamilyFacts, component: str, config: Mapping[str
     if component in facts.text.components:
         needs_vision = bool(facts.control.text_tokens_per_image)
         return replace(conversion, patterns=facts.single_files.text_patterns, needs_vision=needs_vision)
-    if component != facts.denoiser_name:
+    if component not in facts.pipeline.denoisers:
         return conversion
     return replace(conversion, layout=facts.single_files.layout, joins=facts.single_files.joins)
 
@@ -155,14 +155,15 @@ def _convert_keys(
 
 
 def _convert_by_patterns(model: Any, tensors: Mapping[str, Tensor], patterns: Mapping[str, str]) -> dict[str, Tensor]:
-    """Rename; a kernel of a video VAE over one frame has no axis for it where it is of images alone."""
+    """Rename; a kernel over one frame or one pixel may have axes for it that the model's weight has not."""
     converted = {}
     for key, weight in model.state_dict().items():
         name = key
         for pattern, original in patterns.items():
             name = re.sub(pattern, original, name)
         tensor = tensors[name]
-        converted[key] = tensor.squeeze(2) if tensor.ndim == weight.ndim + 1 else tensor
+        has_more_axes = tensor.ndim > weight.ndim and tensor.numel() == weight.numel()
+        converted[key] = tensor.reshape(weight.shape) if has_more_axes else tensor
     return converted
 
 

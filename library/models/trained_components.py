@@ -5,6 +5,7 @@ from ..config.schema import AdapterConfig
 from ..config.schema_objective import NoiseConfig
 from ..config.schema_optim import OptimConfig
 from ..config.unused_options import is_self_tuning_adafactor
+from ..diffusion.noise_experts import NoiseExperts
 from .detect import DetectedModel, get_config_reader
 from .facts import FamilyFacts
 from .own_families import get_family_facts
@@ -56,10 +57,11 @@ def describe_trained_components(config: AdapterConfig, optim: OptimConfig, facts
 _DENOISER_TITLES = {"unet": "U-Net", "transformer": "transformer"}
 
 
-def describe_expert_steps(noise: NoiseConfig, seed: int, steps: range, model: DetectedModel) -> str:
+def describe_expert_steps(
+    noise: NoiseConfig, seed: int, steps: range, model: DetectedModel, experts: NoiseExperts | None
+) -> str:
     """Say how many steps train each expert of a model of two; empty for others."""
-    facts = get_family_facts(model.family)
-    if facts.pipeline.experts is None:
+    if experts is None:
         return ""
-    distribution = facts.training_noise.build_distribution(noise, get_config_reader(model))
-    return facts.pipeline.experts.format_steps(seed, steps, distribution)
+    distribution = get_family_facts(model.family).training_noise.build_distribution(noise, get_config_reader(model))
+    return experts.format_steps(seed, steps, distribution)

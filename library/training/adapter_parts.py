@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from ..adapters.injection import Adapter
-from ..models.facts import FamilyFacts
+from ..diffusion.noise_experts import HIGH_NOISE
+from ..models.base import Family
 from .state import TrainingRun
 from .trainable_modules import TrainableModules
 
@@ -21,6 +22,8 @@ class AdapterPart:
     """The end of the file's name, before its extension."""
     expert: str = ""
     """The expert, where the model has both."""
+    is_shared: bool = False
+    """Whether the other expert has the same adapter."""
 
     def select_model(self, model: nn.Module) -> nn.Module:
         """The modules of this part, by the names in its file."""
@@ -51,8 +54,8 @@ class AdapterPart:
 
     def has_trained(self, run: TrainingRun) -> bool:
         """Whether this part must differ from its start: an update so far was for it, with a learning rate above 0."""
-        experts, distribution = run.task.family.facts.pipeline.experts, run.task.objective.distribution
-        if not self.expert or experts is None or distribution is None or not run.state.has_trained:
+        experts, distribution = run.task.family.experts, run.task.objective.distribution
+        if not self.expert or self.is_shared or experts is None or distribution is None or not run.state.has_trained:
             return run.state.has_trained
         if run.strategy.accelerator.scaler is not None:  # float16 skips steps that overflow, which nothing counts
             return False
@@ -65,11 +68,14 @@ class AdapterPart:
         return experts.count_steps(run.config.train.seed, steps, distribution)[self.expert] > 0
 
 
-def list_adapter_parts(facts: FamilyFacts) -> Iterator[AdapterPart]:
+def list_adapter_parts(family: Family) -> Iterator[AdapterPart]:
     """List the parts of the adapter of a family."""
-    experts = facts.pipeline.experts
+    experts = family.experts
     if experts is None:
         yield AdapterPart()
+        return
+    if family.shares_adapters:
+        yield AdapterPart(expert=HIGH_NOISE, is_shared=True)
         return
     is_joined = experts.trained == "both"
     for name in experts.list_trained():

@@ -21,6 +21,7 @@ from ..config.schema_output import SaveConfig
 from ..dataloader.prepare import PreparedData
 from ..dataloader.run_plan import RunPlan
 from ..dataloader.sample_prompts import Prompt, load_preview_prompts
+from ..diffusion.noise_experts import NoiseExperts
 from ..distributed.config_agreement import NF4_KERNEL
 from ..distributed.launcher_monitor import LauncherMonitor
 from ..distributed.launcher_settings import find_overridden_settings
@@ -133,7 +134,7 @@ def _prepare_and_train(
     resume = Resume(config, strategy, detected=detected, prepared=prepared, plan=plan, started_at=started_at)
     if resume.is_complete(plan):
         return
-    _log_first_step(plan, resume, config, detected)
+    _log_first_step(plan, resume, config, detected, family.experts)
 
     num_images, latents = len(prepared.manifest.samples), None
     if not prepared.slider_prompts:
@@ -188,10 +189,12 @@ def _log_dataset(config: RunConfig, prepared: PreparedData, plan: RunPlan) -> No
     check_trigger(config.preservation, prepared.list_first_epoch_captions(plan.batch_plan, plan.steps))
 
 
-def _log_first_step(plan: RunPlan, resume: Resume, config: RunConfig, detected: DetectedModel) -> None:
+def _log_first_step(
+    plan: RunPlan, resume: Resume, config: RunConfig, detected: DetectedModel, experts: NoiseExperts | None
+) -> None:
     steps = range(plan.first_step, plan.steps)
-    if experts := describe_expert_steps(config.noise, config.train.seed, steps, detected):
-        logger.info("%s", experts)
+    if line := describe_expert_steps(config.noise, config.train.seed, steps, detected, experts):
+        logger.info("%s", line)
     if plan.first_step and resume.checkpoint is None:
         logger.info("starting after step %d of %d, without the steps before", plan.first_step, plan.steps)
 

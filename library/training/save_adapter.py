@@ -61,7 +61,7 @@ class SaveAdapter(SaveWeights):
         """Write the file, or one for each expert."""
         parts = {
             path.with_name(f"{path.stem}{part.suffix}{path.suffix}"): part
-            for part in list_adapter_parts(run.task.family.facts)
+            for part in list_adapter_parts(run.task.family)
         }
         for part_path, part in parts.items():
             self._save_file(run, part_path, part)
@@ -70,7 +70,7 @@ class SaveAdapter(SaveWeights):
     def _prepare(self, run: TrainingRun) -> None:
         """Collect metadata, and raise if the adapter does not fit ``save_format``."""
         super()._prepare(run)
-        part = next(iter(list_adapter_parts(run.task.family.facts)))
+        part = next(iter(list_adapter_parts(run.task.family)))
         file = self._build_file(run, part.select_model(run.strategy.unwrap_model(run.model)), part)
         logger.info("LoRA key names: %s", file.file_format)
         if file.client_losses:

@@ -187,7 +187,7 @@ class DiffusionTask:
 
     def _draw_expert(self, step: int, latents: Tensor) -> tuple[str, tuple[float, float]]:
         """Draw the expert that a step trains, and the quantiles of its noise levels; none and all without experts."""
-        experts, distribution = self.family.facts.pipeline.experts, self.objective.distribution
+        experts, distribution = self.family.experts, self.objective.distribution
         if experts is None or distribution is None:
             return "", (0.0, 1.0)
         expert = self.only_expert or experts.draw(self.seed, step, distribution)
@@ -196,7 +196,7 @@ class DiffusionTask:
 
     def list_expert_tasks(self) -> "list[DiffusionTask]":
         """This task, or of a model of two experts one for either, whatever the step."""
-        experts = self.family.facts.pipeline.experts
+        experts = self.family.experts
         return [self] if experts is None else [replace(self, only_expert=name) for name in experts.list_trained()]
 
     def _draw_timestep_buckets(self, step: int, global_positions: Sequence[int]) -> Sequence[int]:

@@ -134,6 +134,9 @@ def build_trainable_modules(
         rank_alphas=rank_alphas,
         independent_modules=independent_modules,
     )
+    if family.shares_adapters:
+        high, low = denoiser.iter_experts()
+        injection.share_adapters(high[1], low[1])
     trained = TrainableModules(denoiser_name, {denoiser_name: denoiser, **{part.name: part.model for part in parts}})
     prepare_for_training(trained, [part.name for part in parts if part.is_text_encoder], config.train)
     return trained, adapter

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..adapters import injection
+from ..config.network_args import get_adapter_type
 from ..config.schema import AdapterConfig, ModelConfig, RunConfig, TrainConfig
 from ..config.schema_distributed import ParallelConfig
 from ..config.schema_optim import OptimConfig
@@ -297,9 +298,12 @@ def validate_noise_experts(
         return
     if engine and (reason := family.facts.blocks.unsupported_strategies.get(engine.lower())):
         yield Problem("noise_experts", f"{engine}: {reason}, or use --fsdp")
+    if family.shares_adapters and get_adapter_type(adapter) == "dora":
+        text = "the magnitudes of DoRA are those of one transformer, and both share the adapter"
+        yield Problem("expert_adapters", text, "set expert_adapters separate, or train a LoRA without dora_wd")
     for name in ("network_weights", "base_weights", "training_adapter"):
         if getattr(adapter, name):
-            text = "a LoRA file is of one expert, and both are trained"
+            text = "a LoRA file is loaded into one expert, and both are trained"
             yield Problem(
                 name, text, "train one with --noise_experts high_noise or low_noise", others=("noise_experts",)
             )

@@ -71,7 +71,7 @@ def _compute_quantile_losses(task: DiffusionTask, pixel_batch: PixelBatch) -> Te
 def compute_losses_at_quantile(task: DiffusionTask, batch: Batch, quantile_index: int) -> Tensor:
     """Compute the training loss at a fixed timestep with fixed plain noise."""
     latents, objective = batch.latents, task.objective
-    quantile, experts = TIMESTEP_QUANTILES[quantile_index], task.family.facts.pipeline.experts
+    quantile, experts = TIMESTEP_QUANTILES[quantile_index], task.family.experts
     if experts is not None and objective.distribution is not None:
         num_tokens = objective.count_tokens(latents.shape)
         if experts.trained != "both":  # the levels of one expert

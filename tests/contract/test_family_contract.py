@@ -12,7 +12,7 @@ from tiny_pipelines import TINY, shrink_references
 from torch import nn
 
 from library.models.base import Family, T5Family
-from library.models.families import FAMILIES, FAMILY_FACTS
+from library.models.families import FAMILIES, FAMILY_FACTS, IMAGE_TO_VIDEO_FAMILIES
 from library.tools.family_check.adapter_checks import ADAPTER_CHECKS
 from library.tools.family_check.cases import CheckSkippedError
 from library.tools.family_check.checks import CHECKS
@@ -23,13 +23,14 @@ __all__ = ["build_case", "case"]  # fixtures
 
 @pytest.mark.slow
 def test_every_family_has_a_tiny_pipeline():
-    assert {make().family for make in TINY.values()} == set(FAMILIES.list_names())
+    assert {make().family for make in TINY.values()} == {*FAMILIES.list_names(), *IMAGE_TO_VIDEO_FAMILIES.values()}
 
 
 def test_a_registered_family_has_the_facts_that_detection_knows(case):
     family, tiny = case
     assert isinstance(family, Family)
-    assert family.facts is FAMILY_FACTS[tiny.family]
+    if tiny.family not in IMAGE_TO_VIDEO_FAMILIES.values():
+        assert family.facts is FAMILY_FACTS[tiny.family]
     assert (family.facts.text.t5_encoder in family.facts.lora.text_encoders) == isinstance(family, T5Family)
 
 
@@ -44,7 +45,12 @@ def test_a_family_passes_the_checks_of_the_program(sentence, case):
         assert not case[0].facts.lora.text_encoders
 
 
-VIDEO_FAMILIES = [name for name, facts in FAMILY_FACTS.items() if facts.pipeline.frames is not None]
+VARIANTS = [f"{name}_from_image" for name in IMAGE_TO_VIDEO_FAMILIES]
+SLOW = ("hunyuan_video15_i2v", "ltx_video095", *VARIANTS)
+VIDEO_FAMILIES = [
+    pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW))
+    for name in (*(name for name, facts in FAMILY_FACTS.items() if facts.pipeline.frames is not None), *VARIANTS)
+]
 
 
 @torch.no_grad()

@@ -7,13 +7,16 @@ import torch
 from family_cases import ForwardOnlyWrapper, Recorder, assert_same_call, build_case, make_generators
 from tiny_pipelines import HEIGHT, WIDTH, shrink_references
 
-from library.models.families import FAMILY_FACTS
+from library.models.families import FAMILY_FACTS, IMAGE_TO_VIDEO_FAMILIES
 
 __all__ = ["build_case"]  # a fixture
 VIDEO_FAMILIES = [name for name, facts in FAMILY_FACTS.items() if facts.pipeline.frames is not None]
+VARIANTS = [f"{name}_from_image" for name in IMAGE_TO_VIDEO_FAMILIES]
+SLOW = ("hunyuan_video15_i2v", "ltx_video095", *VARIANTS)
+CASES = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in (*VIDEO_FAMILIES, *VARIANTS)]
 
 
-@pytest.fixture(params=VIDEO_FAMILIES)
+@pytest.fixture(params=CASES)
 def video_case(request, build_case, monkeypatch):
     shrink_references(monkeypatch)
     return build_case(request.param)

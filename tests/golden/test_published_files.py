@@ -10,9 +10,12 @@ import re
 import shutil
 from pathlib import Path
 
+import model_layouts
+import original_checkpoints
 import pytest
 from clip_files import write_clip
 from data_paths import ROOT
+from tiny_pipelines import TINY
 
 from library import cli
 
@@ -23,7 +26,6 @@ COMMANDS = json.loads((DATA / "musubi_commands.json").read_text("utf-8"))
 DEMO = ["--dataset_config", str(ROOT / "dataset_configs" / "demo.toml")]
 MODELS_THAT_ARE_NOT_HERE = re.compile(
     r"no such file or folder|no such folder, and the hub cannot be reached|not found on the hub"
-    r"|networks.lora is musubi-tuner's module of HunyuanVideo|(i2v-14B|t2v-A14B) is Wan 2.*it is not supported yet"
 )
 MISSING_PACKAGE = re.compile(r"optimizer_type: \w+ needs the package bitsandbytes, which is not installed")
 COMPONENTS = ("vae", "text_encoder", "gemma2", "dit", "pretrained_model_name_or_path")
@@ -35,9 +37,9 @@ IMPORTED = {
 RUN_FILES = {"sdscripts/lumina_service.toml": "lumina2", "musubi/gui_krea2.toml": "krea2"}
 COMMAND_MODELS = (
     *("flux2_dev:tiny", "qwen_image:tiny", "qwen_image_edit_plus:2511:tiny", "wan", "wan", "wan:14b", "wan:14b"),
-    *(None, None, None),
+    *("wan_i2v", "wan22_t2v", "hunyuan_video", "hunyuan_video15", "hunyuan_video15_i2v"),
 )
-"""A model for each command; that of Wan says in its task how large it is."""
+"""A model for each command; those of Wan say in their task how large they are."""
 DATASET_MODELS = {
     "qinglong-qwen-image-datasets.toml": "qwen_image",
     "qinglong-flux-kontext-datasets.toml": "flux_kontext",
@@ -110,9 +112,7 @@ def test_a_command_of_musubi_tuners_documentation_is_dry_run(command, model, fol
         (folder / "prompts.txt").write_text("A cat walks. --w 640 --h 480 --f 25 --d 1 --s 20\n", "utf-8")
         argv[argv.index("--sample_prompts") + 1] = "prompts.txt"
     check_as_it_is(argv, capsys)
-    if model is None:
-        return
-    for option in ("--vae", "--text_encoder", "--t5"):
+    for option in ("--vae", "--text_encoder", "--t5", "--clip", "--byt5", "--image_encoder", "--dit_high_noise"):
         if option in argv:
             del argv[argv.index(option) : argv.index(option) + 2]
     argv[argv.index("--dit") + 1] = f"random:{model}"
@@ -130,3 +130,39 @@ def test_a_dataset_file_of_musubi_tuner_is_dry_run(name, folder, capsys):
         write_clip(clips / "clip.mp4", num_frames=30, rate=16)
         clips.joinpath("clip.txt").write_text("a caption", "utf-8")
     assert dry_run([*words, "--dataset_config", str(path)], capsys) == (0, [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("expert", ["both", "low_noise"])
+def test_a_command_with_the_files_of_both_transformers_of_wan_is_dry_run(expert, folder, capsys):
+    """As documented, with tiny files; or one file alone, which its range of timesteps tells."""
+    (command,) = [each for each in COMMANDS if "t2v-A14B" in each["argv"]]
+    pipe = TINY["wan22_t2v"]().pipe
+    models = {"low_noise": pipe.transformer_2, "high_noise": pipe.transformer.high_noise}
+    files = {
+        name: model_layouts.save_tensors(
+            original_checkpoints.convert_wan_transformer(model), folder / f"wan2.2_t2v_{name}_14B.safetensors"
+        )
+        for name, model in models.items()
+    }
+    parts = model_layouts.build_files("wan", pipe)
+    tokenizers = model_layouts.save_tokenizers("wan22_t2v", pipe, folder / "tokenizers")
+    words = {"--dit": files["low_noise"], "--dit_high_noise": files["high_noise"], "--dataset_config": DEMO[1]}
+    argv = [words.get(before, word) for before, word in zip(["", *command["argv"]], command["argv"], strict=False)]
+    argv += ["--vae", model_layouts.save_tensors(parts["vae"], folder / "vae.safetensors")]
+    argv += ["--t5", model_layouts.save_tensors(parts["text_encoder"], folder / "t5.safetensors")]
+    argv += ["--tokenizer_cache_dir", tokenizers]
+    if expert == "low_noise":
+        del argv[argv.index("--dit_high_noise") : argv.index("--dit_high_noise") + 2]
+        argv += ["--min_timestep", "0", "--max_timestep", "875"]
+    assert dry_run(argv, capsys) == (0, [])
+
+
+@pytest.mark.slow
+def test_one_transformer_of_wan_without_its_range_is_one_problem(folder, capsys):
+    pipe = TINY["wan22_t2v"]().pipe
+    tensors = original_checkpoints.convert_wan_transformer(pipe.transformer_2)
+    file = model_layouts.save_tensors(tensors, folder / "low_noise.safetensors")
+    flags = ["--task", "t2v-A14B", "--dit", file, "--vae", file, "--t5", file, "--network_module", "networks.lora_wan"]
+    code, problems = dry_run([*flags, *DEMO], capsys)
+    assert code == 2 and any("--dit_high_noise" in line and "--noise_experts" in line for line in problems)

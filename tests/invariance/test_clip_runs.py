@@ -220,15 +220,28 @@ target_frames = [1, 17]
     assert any(value.any() for key, value in files[0].items() if "up" in key or "lora_B" in key)
 
 
-@pytest.mark.parametrize(("name", "option"), [("hunyuan_video15", "--cp_size"), ("hunyuan_video15", "--tp_size")])
-def test_clips_that_two_ranks_split_train_the_same_as_whole_ones(name, option, dataset, tmp_path):
+SPLIT = [
+    ("hunyuan_video15", "--cp_size 2"),
+    ("hunyuan_video15", "--tp_size 2"),
+    ("hunyuan_video15_i2v", "--cp_size 2"),
+    ("hunyuan_video15_i2v", "--tp_size 2"),
+    ("ltx_video095", "--cp_size 2"),
+    ("ltx_video095", "--fsdp --image_to_video"),
+    ("wan22_ti2v", "--fsdp --image_to_video"),
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), SPLIT)
+def test_clips_that_two_ranks_split_train_the_same_as_whole_ones(name, layout, dataset, tmp_path):
     model, optimizer = ("--pretrained_model_name_or_path", f"random:{name}:tiny"), ("--optimizer_type", "SGD")
+    common = ("--image_to_video",) if "image" in layout else ()
+    parts = ("--gradient_accumulation_steps", "2") if "fsdp" in layout else ()
     files = []
-    for ranks, layout in ((1, ()), (2, (option, "2"))):
-        flags = build_flags(dataset, tmp_path / str(ranks), *optimizer, *layout)
+    for ranks, own in ((1, (*parts, *common)), (2, layout.split())):
+        flags = build_flags(dataset, tmp_path / str(ranks), *optimizer, *own)
         run_on_ranks(ranks, train, *flags, *model, "--max_train_steps", "2")
         files.append(load_file(tmp_path / str(ranks) / "lora.safetensors"))
-    ups = [key for key in files[0] if "lora_up" in key]
+    ups = [key for key in files[0] if "lora_up" in key or "lora_B" in key]
     largest = max(float(files[0][key].abs().max()) for key in ups)
     assert ups and largest > 0
     assert max(float((files[1][key] - files[0][key]).abs().max()) for key in ups) < 1e-5 * largest

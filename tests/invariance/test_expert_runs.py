@@ -203,6 +203,56 @@ def test_what_two_experts_cannot_do_is_refused_in_one_line(flags, reason, datase
         train(*build_flags(dataset, tmp_path, *values))
 
 
+SHARED = ("--expert_adapters", "shared", "--optimizer_type", "SGD")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["two processes", "FSDP", "swapped blocks"])
+def test_an_adapter_that_both_experts_share_is_one_file_in_every_layout(layout, dataset, tmp_path):
+    ranks, more = LAYOUTS[layout]
+    one = (1, ("--gradient_accumulation_steps", "2"))
+    for name, (count, flags) in {"one": one, "other": (ranks, more)}.items():
+        run_on_ranks(count, train, *build_flags(dataset, tmp_path / name, *SHARED, *flags))
+        assert [path.name for path in (tmp_path / name).glob("*.safetensors")] == ["lora.safetensors"]
+    files = [load_file(tmp_path / name / "lora.safetensors") for name in ("one", "other")]
+    ups = [key for key in files[0] if "lora_up" in key]
+    largest = max(float(files[0][key].abs().max()) for key in ups)
+    assert len(ups) == 20 and largest > 0
+    assert max(float((files[1][key] - files[0][key]).abs().max()) for key in ups) < 1e-5 * largest
+
+
+@pytest.mark.slow
+def test_steps_of_either_expert_train_the_shared_adapter(dataset, tmp_path):
+    """A first step of high noise is that of its own adapter; the next one, of low noise, goes on with it."""
+    distribution = NoiseDistribution("shift", NoiseConfig(), FixedShift(3.0))
+    draw = NoiseExperts(0.875).draw
+    seed = next(
+        seed for seed in range(999) if [draw(seed, step, distribution) for step in (0, 1)] == [HIGH_NOISE, LOW_NOISE]
+    )
+    steps = ("--seed", str(seed), "--save_every_n_steps", "1", "--max_train_steps", "2")
+    for name, more in {"separate": SHARED[2:], "shared": SHARED}.items():
+        run_on_ranks(1, train, *build_flags(dataset, tmp_path / name, *more, *steps))
+    first = load_file(tmp_path / "shared" / "lora-step00000001.safetensors")
+    own = load_file(tmp_path / "separate" / "lora-step00000001_high_noise.safetensors")
+    assert first.keys() == own.keys() and all(torch.equal(first[key], own[key]) for key in first)
+    last = load_file(tmp_path / "shared" / "lora.safetensors")
+    still = load_file(tmp_path / "separate" / "lora_high_noise.safetensors")
+    ups = [key for key in first if "lora_up" in key]
+    assert all(torch.equal(still[key], own[key]) for key in ups), "its own adapter has no second step"
+    assert all(not torch.equal(last[key], first[key]) for key in ups)
+
+
+@pytest.mark.slow
+def test_a_shared_dora_is_refused_and_another_boundary_has_other_shares(dataset, tmp_path):
+    with pytest.raises(ConfigError, match="magnitudes of DoRA"):
+        train(*build_flags(dataset, tmp_path, *SHARED, "--network_args", "use_dora=True"))
+    flags = ["--dataset_config", str(dataset), "--seed", str(SEED), "--pretrained_model_name_or_path", MODEL]
+    text, _ = run_plan([*flags, "--max_train_steps", "200", "--timestep_boundary", "500"])
+    distribution = NoiseDistribution("shift", NoiseConfig(), FixedShift(3.0))
+    count = sum(NoiseExperts(0.5).draw(SEED, step, distribution) == LOW_NOISE for step in range(200))
+    assert f"from noise level 0.5 on high_noise: high_noise {200 - count} of 200 steps" in text
+
+
 @pytest.mark.parametrize("option", ["pp_size", "cp_size"])
 def test_what_would_split_both_experts_ends_with_one_line(option):
     """Its blocks are those of two transformers, of which a check builds one."""

@@ -22,6 +22,8 @@ _VAES = {
     "AutoencoderKLQwenImage": original_checkpoints.convert_wan_vae,
     "AutoencoderKLWan": original_checkpoints.convert_wan_vae,
     "AutoencoderKLHunyuanImage": original_checkpoints.convert_hunyuan_image_vae,
+    "AutoencoderKLHunyuanVideo": original_checkpoints.convert_hunyuan_video_vae,
+    "AutoencoderKLHunyuanVideo15": original_checkpoints.convert_hunyuan_video15_vae,
     "AutoencoderKLQwenImage21": original_checkpoints.convert_qwen_image21_vae,
 }
 """How to write each class of VAE with the names of published files; others have those of diffusers."""
@@ -91,7 +93,8 @@ def build_options(family: str, paths: Mapping[str, str], tokenizers: str, **othe
     facts = FAMILY_FACTS[family]
     options = {component: option for option, component in facts.options.components.items()}
     components = {options[name]: path for name, path in paths.items() if name != facts.denoiser_name}
-    named = {"family": family} if facts.pipeline.kind == "edit" or family == "skyreels_v2" else {}
+    is_named = facts.pipeline.kind == "edit" or family in ("skyreels_v2", "hunyuan_video15_i2v")
+    named = {"family": family} if is_named else {}
     return ModelConfig(paths[facts.denoiser_name], tokenizer_cache_dir=tokenizers, **components, **named, **others)
 
 

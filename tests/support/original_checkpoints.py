@@ -370,6 +370,56 @@ def convert_hunyuan_video_transformer(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+_HUNYUAN_VIDEO15 = (
+    (r"^time_embed\.timestep_embedder\.linear_1", "time_in.mlp.0"),
+    (r"^time_embed\.timestep_embedder\.linear_2", "time_in.mlp.2"),
+    (r"^image_embedder\.norm_in", "vision_in.proj.0"),
+    (r"^image_embedder\.linear_1", "vision_in.proj.1"),
+    (r"^image_embedder\.linear_2", "vision_in.proj.3"),
+    (r"^image_embedder\.norm_out", "vision_in.proj.4"),
+    (r"^cond_type_embed\.", "cond_type_embedding."),
+    (r"^(transformer_blocks\.\d+)\.attn\.add_([qkv])_proj", r"\1.txt_attn_\2"),
+    (r"^(transformer_blocks\.\d+)\.attn\.to_([qkv])\.", r"\1.img_attn_\2."),
+)
+
+
+def convert_hunyuan_video15_transformer(model: nn.Module) -> dict[str, Tensor]:
+    """Tencent's names: queries, keys and values of the blocks are apart, those of the text's refiner together."""
+    state, tensors = dict(model.state_dict()), {}
+    for name in [name for name in state if re.search(r"refiner_blocks.*\.attn\.to_[kv]\.", name)]:
+        query = re.sub(r"to_[kv]", "to_q", name)
+        state[query] = torch.cat([state[query], state.pop(name)])
+    for name, tensor in state.items():
+        new = _apply_replacements(name, _HUNYUAN_VIDEO15).replace(".attn.to_q.", ".self_attn_qkv.")
+        new = _apply_replacements(new, _HUNYUAN_IMAGE)
+        is_last = new.startswith("final_layer.adaLN_modulation")
+        tensors[new] = torch.cat(tensor.chunk(2)[::-1]) if is_last else tensor
+    return tensors
+
+
+def convert_hunyuan_video15_vae(vae: nn.Module) -> dict[str, Tensor]:
+    """Tencent's names, which number blocks by level."""
+    rules = (
+        (r"\.(down|up)_blocks\.(\d+)\.resnets\.", r".\1.\2.block."),
+        (r"\.(down|up)_blocks\.(\d+)\.(?:down|up)samplers\.0\.", r".\1.\2.\1sample."),
+        (r"\.mid_block\.attentions\.0\.to_([qkv])", r".mid.attn_1.\1"),
+        (r"\.mid_block\.attentions\.0", ".mid.attn_1"),
+        (r"\.mid_block\.resnets\.0", ".mid.block_1"),
+        (r"\.mid_block\.resnets\.1", ".mid.block_2"),
+        (r"\.conv_shortcut\.", ".nin_shortcut."),
+    )
+    return {_apply_replacements(name, rules): tensor for name, tensor in vae.state_dict().items()}
+
+
+def convert_hunyuan_video_vae(vae: nn.Module) -> dict[str, Tensor]:
+    """ComfyUI's names, which are those of older autoencoders; kernels of the attention cover one pixel."""
+    tensors = {}
+    for name, tensor in convert_vae_to_ldm(vae).items():
+        is_kernel = re.search(r"attn_1\.(q|k|v|proj_out)\.weight", name)
+        tensors[name] = tensor[..., None].contiguous() if is_kernel else tensor
+    return tensors
+
+
 def convert_hunyuan_image_for_comfyui(model: nn.Module) -> dict[str, Tensor]:
     """The names of ComfyUI's class, to which it converts those of the file."""
     norms = (
@@ -647,6 +697,7 @@ TRANSFORMERS = {
     "hidream": nn.Module.state_dict,
     "kandinsky5_image": nn.Module.state_dict,
     "hunyuan_video": convert_hunyuan_video_transformer,
+    "hunyuan_video15": convert_hunyuan_video15_transformer,
     **dict.fromkeys(("wan", "wan_i2v", "wan_flf2v"), convert_wan_transformer),
 }
 """How to write the denoiser of each family with the names of its published file."""

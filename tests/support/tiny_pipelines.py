@@ -18,15 +18,19 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.modular_pipelines.anima.encoders import encode_vae_image
 from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video
 from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
+from diffusers.pipelines.ltx import pipeline_ltx_condition
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from diffusers.pipelines.skyreels_v2 import pipeline_skyreels_v2
 from diffusers.pipelines.wan import pipeline_wan, pipeline_wan_i2v
 from diffusers.pipelines.wan.pipeline_wan_video2video import retrieve_latents
+from diffusers.utils.torch_utils import randn_tensor
 from PIL import Image
 from torch import Tensor
 
-from library.models.families import FAMILIES
-from library.tools.family_check.cases import HEIGHT, WIDTH, TinyCase, build_batch
+from library.config.schema import ModelConfig
+from library.models.detect import detect_model
+from library.models.families import FAMILIES, IMAGE_TO_VIDEO_FAMILIES
+from library.tools.family_check.cases import HEIGHT, WIDTH, TinyCase, build_batch, return_unchanged
 
 
 def _draw_tensors(*shapes: tuple[int, ...]) -> list[Tensor]:
@@ -645,10 +649,10 @@ def wan(name: str = "wan") -> TinyCase:
     )
 
 
-def _add_frame_images(tiny: TinyCase, *names: str) -> TinyCase:
+def _add_frame_images(tiny: TinyCase, *names: str, num_frames: int = 1) -> TinyCase:
     """The pipeline takes one image for all rows, so these have the same; and of both ends, clips of some frames."""
     family, pipe = FAMILIES.get(tiny.family)(), tiny.pipe
-    num_frames = 1 + 4 * (len(names) - 1)
+    num_frames = max(num_frames, 1 + 4 * (len(names) - 1))
     images = tuple(draw_frame_image(number) for number in range(len(names)))
     pixels = torch.stack([pipe.video_processor.preprocess(image, HEIGHT, WIDTH)[0] for image in images], dim=1)
     clip = torch.rand(3, num_frames, HEIGHT, WIDTH, generator=torch.Generator().manual_seed(6))
@@ -657,7 +661,7 @@ def _add_frame_images(tiny: TinyCase, *names: str) -> TinyCase:
         moments = family.encode_moments(pipe, clip[None])
         cond = family.encode_frame_cond(pipe, clip[None], moments)
     frame_cond = {name: value.expand(2, *value.shape[1:]) for name, value in cond.items()}
-    latents = _draw_tensors((4, 1 + (num_frames - 1) // 4, *moments.mean_and_std.shape[-2:]))[0]
+    latents = _draw_tensors(tuple(moments.mean_and_std.shape[2:]))[0]
     arguments = {"num_frames": num_frames, **dict(zip(names, images, strict=True))}
     return replace(
         tiny,
@@ -703,27 +707,36 @@ def wan22_ti2v() -> TinyCase:
     return replace(wan("wan22_ti2v"), simplify_call=simplify_call, tolerances={"rtol": 1e-3, "atol": 1e-5})
 
 
+def wan22_ti2v_from_image() -> TinyCase:
+    """A clip of two latent frames, of which the first is given; the pipeline gives each token its own time."""
+    tiny = wan("wan22_ti2v")
+    options = ModelConfig("random:wan22_ti2v:tiny", image_to_video=True)
+    family, model = IMAGE_TO_VIDEO_FAMILIES["wan22_ti2v"], detect_model(options)
+    pipe = FAMILIES.get(family)(options).load(model, torch.float32)
+    return _add_frame_images(replace(tiny, family=family, pipe=pipe, model=model), "image", num_frames=5)
+
+
 def skyreels_v2() -> TinyCase:
     return replace(wan("skyreels_v2"), blocks=("SkyReelsV2TransformerBlock",))
 
 
-def ltx_video() -> TinyCase:
+def ltx_video(name: str = "ltx_video") -> TinyCase:
     texts, latents = _draw_tensors((13, 48), (4, 1, HEIGHT // 16, WIDTH // 16))
     mask, one_frame = torch.tensor([[1] * 13, [1] * 7 + [0] * 6]), {"num_frames": 1}
-    pipe, generator = _load("random:ltx_video:tiny"), torch.Generator().manual_seed(5)
+    pipe, generator = _load(f"random:{name}:tiny"), torch.Generator().manual_seed(5)
     pipe.vae.latents_mean, pipe.vae.latents_std = torch.randn(4, generator=generator), torch.tensor([0.5, 1, 2, 3])
 
     def normalize(pipe: Any, latents: Tensor) -> Tensor:
         return pipe._normalize_latents(latents, pipe.vae.latents_mean, pipe.vae.latents_std)
 
     return TinyCase(
-        "ltx_video",
+        name,
         pipe,
         build_batch(latents, {"embeds": [texts[0], texts[1, :7]]}),
         {"prompt_embeds": texts, "prompt_attention_mask": mask, **one_frame},
         one_frame,
         _build_frame_encoder(normalize),
-        "random:ltx_video:tiny",
+        f"random:{name}:tiny",
         lambda latents: latents.flatten(2).transpose(1, 2),
         lambda rows: rows.transpose(1, 2).unflatten(2, (-1, HEIGHT // 16, WIDTH // 16)),
         encode_clips=_build_clip_encoder(normalize),
@@ -731,6 +744,43 @@ def ltx_video() -> TinyCase:
         simplify_call=drop_padding,
         blocks=("LTXVideoTransformerBlock",),
     )
+
+
+class GivenLatents(diffusers.LTXConditionPipeline):
+    """The pipeline draws its noise whatever latents it is given, and the latents of a given frame: here it does not."""
+
+    def prepare_latents(self, *args: Any, latents: Tensor | None = None, **options: Any) -> Any:
+        def take_latents(shape: Any, **more: Any) -> Tensor:
+            return randn_tensor(shape, **more) if latents is None else latents.clone()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pipeline_ltx_condition, "randn_tensor", take_latents)
+            patch.setattr(
+                pipeline_ltx_condition, "retrieve_latents", lambda encoded, **more: encoded.latent_dist.mode()
+            )
+            return super().prepare_latents(*args, **options)
+
+
+GivenLatents.__name__ = "LTXConditionPipeline"
+
+
+def ltx_video095() -> TinyCase:
+    """The pipeline takes and returns latents that are not packed, and gives its scheduler packed ones."""
+    tiny = ltx_video("ltx_video095")
+    tiny.pipe.__class__ = GivenLatents
+    return replace(
+        tiny, pack_latents=return_unchanged, unpack_latents=return_unchanged, pack_prediction=tiny.pack_latents
+    )
+
+
+def ltx_video095_from_image() -> TinyCase:
+    tiny, options = ltx_video095(), ModelConfig("random:ltx_video095:tiny", image_to_video=True)
+    family, model = IMAGE_TO_VIDEO_FAMILIES["ltx_video095"], detect_model(options)
+    tiny = _add_frame_images(replace(tiny, family=family, model=model), "image", num_frames=9)
+    # The pipeline adds noise to the given frame while it samples, and mixes that frame in with rounding.
+    no_noise = {"image_cond_noise_scale": 0.0}
+    call, sizes = {**tiny.call, **no_noise}, {**tiny.sizes, **no_noise}
+    return replace(tiny, call=call, sizes=sizes, compares_arguments=False)
 
 
 def flux3() -> TinyCase:
@@ -799,12 +849,12 @@ def hunyuan_image() -> TinyCase:
     )
 
 
-def hunyuan_video15() -> TinyCase:
+def hunyuan_video15(name: str = "hunyuan_video15") -> TinyCase:
     texts, latents = _draw_tensors((13, 32), (4, 1, HEIGHT // 16, WIDTH // 16))
     glyphs, mask = _draw_tensors((11, 24))[0], torch.tensor([[1] * 13, [1] * 7 + [0] * 6])
     glyphs[1] = 0  # nothing in quotes
     glyph_mask, one_frame = torch.tensor([[1] * 11, [0] * 11]), {"num_frames": 1}
-    pipe = _load("random:hunyuan_video15:tiny")
+    pipe = _load(f"random:{name}:tiny")
     pipe.vae.enable_slicing()  # the mask of its attention is right for one clip only
     chat = [
         {"role": "system", "content": pipe.system_message},
@@ -823,7 +873,7 @@ def hunyuan_video15() -> TinyCase:
         return latents * pipe.vae.config.scaling_factor
 
     return TinyCase(
-        "hunyuan_video15",
+        name,
         pipe,
         build_batch(latents, {"embeds": [texts[0], texts[1, :7]], "glyphs": [glyphs[0], glyphs[1, :1]]}),
         {
@@ -835,12 +885,21 @@ def hunyuan_video15() -> TinyCase:
         },
         one_frame,
         _build_frame_encoder(scale),
-        "random:hunyuan_video15:tiny",
+        f"random:{name}:tiny",
         encode_clips=_build_clip_encoder(scale),
         texts=one_frame,
         simplify_call=simplify_call,
         blocks=("HunyuanVideo15TransformerBlock",),
     )
+
+
+def hunyuan_video15_i2v() -> TinyCase:
+    tiny = hunyuan_video15("hunyuan_video15_i2v")
+
+    def simplify_call(arguments: dict[str, Any]) -> dict[str, Any]:
+        return drop_glyph_padding(arguments)
+
+    return _add_frame_images(replace(tiny, simplify_call=simplify_call), "image", num_frames=5)
 
 
 def pixart_sigma() -> TinyCase:
@@ -1123,9 +1182,13 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "wan22_t2v": wan22_t2v,
     "wan22_i2v": wan22_i2v,
     "wan22_ti2v": wan22_ti2v,
+    "wan22_ti2v_from_image": wan22_ti2v_from_image,
     "skyreels_v2": skyreels_v2,
     "hunyuan_video15": hunyuan_video15,
+    "hunyuan_video15_i2v": hunyuan_video15_i2v,
     "ltx_video": ltx_video,
+    "ltx_video095": ltx_video095,
+    "ltx_video095_from_image": ltx_video095_from_image,
     "hunyuan_video": hunyuan_video,
     "cogvideox": cogvideox,
     "cogvideox_2b": cogvideox_2b,

@@ -55,7 +55,9 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "wan22_ti2v": ".wan22_ti2v:WanTI2V",
         "skyreels_v2": ".skyreels_v2:SkyReelsV2",
         "hunyuan_video15": ".hunyuan_video15:HunyuanVideo15",
+        "hunyuan_video15_i2v": ".hunyuan_video15_i2v:HunyuanVideo15I2V",
         "ltx_video": ".ltx_video:LTXVideo",
+        "ltx_video095": ".ltx_video095:LTXVideo095",
         "hunyuan_video": ".hunyuan_video:HunyuanVideo",
         "cogvideox": ".cogvideox:CogVideoX",
         "cogvideox15": ".cogvideox15:CogVideoX15",
@@ -75,6 +77,12 @@ CONTROL_FAMILIES: Mapping[str, Mapping[str, str]] = {
     "sd1": {"channels": f"{__package__}.channel_control:StableDiffusion1ChannelControl"},
 }
 """The values of ``--control`` that each family supports, and the family that trains each of them."""
+
+IMAGE_TO_VIDEO_FAMILIES: Mapping[str, str] = {
+    "wan22_ti2v": f"{__package__}.wan22_ti2v:WanTI2VFromImage",
+    "ltx_video095": f"{__package__}.ltx_video095:LTXVideo095FromImage",
+}
+"""The family that trains with ``--image_to_video`` in place of each of these."""
 
 _EXPERT_ENDS = {"high_noise": "HighNoise", "low_noise": "LowNoise"}
 EXPERT_FAMILIES: Mapping[str, Mapping[str, str]] = {

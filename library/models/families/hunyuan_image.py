@@ -236,7 +236,7 @@ def _encode_glyphs(pipe: Any, prompt: str) -> Tensor:
 
 
 def call_with_glyphs(
-    denoiser: nn.Module, latents: Tensor, timesteps: Tensor, batch: Batch, max_glyph_tokens: int
+    denoiser: nn.Module, latents: Tensor, timesteps: Tensor, batch: Batch, max_glyph_tokens: int, **more: Tensor
 ) -> Tensor:
     """Call the denoiser of HunyuanImage or HunyuanVideo 1.5 with a batch's texts and what is in quotes in them."""
     from ..text_encoding import pad_text_embeds
@@ -251,6 +251,7 @@ def call_with_glyphs(
         encoder_hidden_states_2=glyphs,
         encoder_attention_mask_2=glyph_mask,
         return_dict=False,
+        **more,
     )[0]
     return predicted
 

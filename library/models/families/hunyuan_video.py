@@ -22,6 +22,7 @@ from ..facts import (
     SamplingFacts,
     SingleFileFacts,
     TextFacts,
+    TrainerNames,
 )
 from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import (
@@ -33,7 +34,7 @@ from ..shared_facts import (
 )
 from ..training_noise import LOGIT_NORMAL, NoiseLevels, TrainingNoiseFacts
 from .hunyuan_image_keys import SINGLE_PARTS
-from .hunyuan_video_keys import COMFYUI_KEYS, HUNYUAN_VIDEO_KEYS, LAYOUT
+from .hunyuan_video_keys import COMFYUI_KEYS, HUNYUAN_VIDEO_KEYS, LAYOUT, build_video_vae_patterns
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -86,6 +87,7 @@ FACTS = FamilyFacts(
             ("img_in.proj.weight", 1, 33): "HunyuanVideo I2V, which makes videos from images and cannot be trained yet"
         },
         unsupported_file_names={"i2v": "HunyuanVideo I2V, which makes videos from images and cannot be trained yet"},
+        trainer_names=TrainerNames(diffusion_pipe=("hunyuan-video",), onetrainer=("HUNYUAN_VIDEO",)),
     ),
     single_files=SingleFileFacts(
         prefixes={
@@ -95,6 +97,7 @@ FACTS = FamilyFacts(
             "text_encoder_2": CLIP_L_PREFIXES,
         },
         layout=LAYOUT,
+        build_vae_patterns=build_video_vae_patterns,
     ),
     lora=FamilyLora(
         # The linear layers of the blocks but those of modulation; those that refine the text have some of the same
@@ -153,7 +156,11 @@ FACTS = FamilyFacts(
     ),
     sampling=SamplingFacts(num_inference_steps=50, guidance_scale=1.0, image_size=(1280, 720)),
     options=FamilyOptions(
-        components={"vae": "vae", "text_encoder": "text_encoder", "clip_l": "text_encoder_2"},
+        # musubi-tuner's text_encoder1 is t5xxl here.
+        components={
+            **{"vae": "vae", "t5xxl": "text_encoder", "text_encoder": "text_encoder"},
+            "clip_l": "text_encoder_2",
+        },
         extra=("guidance_scale",),
     ),
     notes="text to video",

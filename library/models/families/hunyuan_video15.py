@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ...adapters.original_module_names import IMAGE_STREAM, TEXT_STREAM, KeyStyle, OriginalModule, build_stream_modules
 from ...adapters.token_layout import TokenLayout
+from ...config.network_args import NetworkFacts
 from ...dataset.frame_windows import FrameRule
 from ...diffusion.timestep_shift import FixedShift
 from ...registry import copy_class_name
@@ -21,12 +22,15 @@ from ..facts import (
     FamilyOptions,
     PipelineFacts,
     SamplingFacts,
+    SingleFileFacts,
     TextFacts,
+    TrainerNames,
 )
 from ..model_configs import ConfigReader, ModelError, read_required
-from ..shared_facts import MASKED_ATTENTION_MODES, match_flow_model
+from ..shared_facts import DENOISER_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
 from ..training_noise import NoiseLevels, TrainingNoiseFacts
 from .hunyuan_image import BOTH_TEXTS, build_glyph_kwargs, build_guided_pipeline_class, call_with_glyphs
+from .hunyuan_image_keys import LAYOUT as IMAGE_LAYOUT
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -39,10 +43,15 @@ MAX_GLYPH_TOKENS = 256
 """Maximum bytes of what is in quotes, with the words around it, as in diffusers' pipeline."""
 
 
-def _match_hunyuan_video15(read: ConfigReader) -> FamilyMatch:
+DISTILLED = "it is distilled to few steps, which a LoRA would lose; use the base model"
+MAIN_KEYS = ("double_blocks.0.img_attn_q.weight", "vision_in.proj.1.weight", "cond_type_embedding.weight")
+
+
+def match_hunyuan_video15(read: ConfigReader) -> FamilyMatch:
+    """Check a HunyuanVideo 1.5, from text or from an image."""
     config, vae = read_required(read, "transformer/config.json"), read_required(read, "vae/config.json")
     if config.get("use_meanflow"):
-        raise ModelError("it is distilled to few steps, which a LoRA would lose; use the base model")
+        raise ModelError(DISTILLED)
     if config.get("patch_size", 1) != 1 or config.get("patch_size_t", 1) != 1:
         raise ModelError("its transformer has patches of several latents instead of single ones")
     # The noisy latents, those of the first frame, and a mask of frames that are given.
@@ -78,6 +87,42 @@ HUNYUAN_VIDEO15_KEYS = KeyStyle(
     has_lokr_in_diffusers=True,
     comfyui_style=COMFYUI_KEYS,
 )
+_SHARED_PARTS = ("txt_in.", "byt5_in.", "final_layer.", "img_in.")
+LAYOUT: tuple[OriginalModule, ...] = (
+    *HUNYUAN_VIDEO15_KEYS.layout,
+    *(
+        module
+        for module in IMAGE_LAYOUT
+        if module.name.startswith(_SHARED_PARTS) or module.name.endswith(("_q_norm", "_k_norm"))
+    ),
+    *(
+        OriginalModule(name, (module,))
+        for name, module in {
+            "time_in.mlp.0": "time_embed.timestep_embedder.linear_1",
+            "time_in.mlp.2": "time_embed.timestep_embedder.linear_2",
+            "vision_in.proj.0": "image_embedder.norm_in",
+            "vision_in.proj.1": "image_embedder.linear_1",
+            "vision_in.proj.3": "image_embedder.linear_2",
+            "vision_in.proj.4": "image_embedder.norm_out",
+            "cond_type_embedding": "cond_type_embed",
+        }.items()
+    ),
+)
+"""The modules of the transformer in the files of its authors."""
+
+
+def _build_vae_patterns(config: Mapping[str, Any]) -> dict[str, str]:
+    """The patterns of the VAE's keys in diffusers, and what the files of its authors have there."""
+    return {
+        r"\.mid_block\.resnets\.0\.": ".mid.block_1.",
+        r"\.mid_block\.resnets\.1\.": ".mid.block_2.",
+        r"\.mid_block\.attentions\.0\.": ".mid.attn_1.",
+        r"\.to_([qkv])\.": r".\1.",
+        r"\.(down|up)_blocks\.(\d+)\.resnets\.(\d+)\.": r".\1.\2.block.\3.",
+        r"\.(down|up)_blocks\.(\d+)\.\1samplers\.0\.": r".\1.\2.\1sample.",
+        r"\.conv_shortcut\.": ".nin_shortcut.",
+    }
+
 
 FACTS = FamilyFacts(
     title="HunyuanVideo 1.5",
@@ -88,7 +133,49 @@ FACTS = FamilyFacts(
         hub_id="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
         frames=FrameRule(stride=4, fps=24.0),
     ),
-    detection=DetectionFacts(match_configs=_match_hunyuan_video15),
+    detection=DetectionFacts(
+        match_configs=match_hunyuan_video15,
+        keys=MAIN_KEYS,
+        diffusers_keys={
+            "double_blocks.0.img_attn_q.weight": "transformer_blocks.0.attn.to_q.weight",
+            "vision_in.proj.1.weight": "image_embedder.linear_1.weight",
+            "cond_type_embedding.weight": "cond_type_embed.weight",
+            "img_in.proj.weight": "x_embedder.proj.weight",
+            "txt_in.input_embedder.weight": "context_embedder.proj_in.weight",
+            "byt5_in.fc1.weight": "context_embedder_2.linear_1.weight",
+            "time_r_in.mlp.0.weight": "time_embed.timestep_embedder_r.linear_1.weight",
+        },
+        shape_checks={
+            ("img_in.proj.weight", 1): ("transformer", "in_channels"),
+            ("txt_in.input_embedder.weight", 1): ("transformer", "text_embed_dim"),
+            ("byt5_in.fc1.weight", 1): ("transformer", "text_embed_2_dim"),
+            ("vision_in.proj.1.weight", 1): ("transformer", "image_embed_dim"),
+        },
+        unsupported_shapes={("time_r_in.mlp.0.weight", 1, 256): f"HunyuanVideo 1.5, but {DISTILLED}"},
+        unsupported_file_names={
+            "i2v": "HunyuanVideo 1.5 I2V, whose weights have the same names; set --family hunyuan_video15_i2v",
+            "distill": f"HunyuanVideo 1.5, but {DISTILLED}",
+        },
+        trainer_names=TrainerNames(
+            diffusion_pipe=("hunyuan_video_15",),
+            simpletuner=("hunyuanvideo",),
+            simpletuner_flavours={
+                "t2v-480p": "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
+                "t2v-720p": "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v",
+            },
+            simpletuner_default="t2v-480p",
+        ),
+    ),
+    single_files=SingleFileFacts(
+        prefixes={
+            "transformer": DENOISER_PREFIXES,
+            "vae": ("vae.",),
+            "text_encoder": ("text_encoders.qwen25_7b.transformer.",),
+            "text_encoder_2": ("text_encoders.byt5_small.transformer.",),
+        },
+        layout=LAYOUT,
+        build_vae_patterns=_build_vae_patterns,
+    ),
     lora=FamilyLora(
         # Every linear layer of the blocks; those that refine the text have some of the same names.
         targets=tuple(f"transformer_blocks.*.{layer}" for layer in (*IMAGE_STREAM, *TEXT_STREAM)),
@@ -123,8 +210,12 @@ FACTS = FamilyFacts(
         other_trainers={"musubi-tuner": NoiseLevels("shift", 2.0, origin="its guide")},
     ),
     sampling=SamplingFacts(num_inference_steps=50, guidance_scale=6.0, image_size=(848, 480)),
-    options=FamilyOptions(components={"vae": "vae", "text_encoder": "text_encoder", "byt5": "text_encoder_2"}),
-    notes="text to video; diffusers folders; LoRA in diffusers: `transformer.load_lora_adapter`",
+    options=FamilyOptions(
+        components={"vae": "vae", "text_encoder": "text_encoder", "byt5": "text_encoder_2"},
+        network=NetworkFacts(modules=("networks.lora_hv_1_5",)),
+        musubi_versions={"t2v": {}},
+    ),
+    notes="text to video; LoRA in diffusers: `transformer.load_lora_adapter`",
 )
 
 
@@ -132,7 +223,9 @@ class HunyuanVideo15(Family):
     facts = FACTS
 
     def get_pipeline_class(self) -> Any:
-        return _build_pipeline_class()
+        from diffusers import HunyuanVideo15Pipeline
+
+        return build_partial_pipeline_class(HunyuanVideo15Pipeline)
 
     @classmethod
     def prepare_denoiser(cls, denoiser: Any) -> None:
@@ -263,13 +356,11 @@ class _NoVae:
         return False
 
 
-def _build_pipeline_class() -> Any:
+def build_partial_pipeline_class(base: Any) -> Any:
     """diffusers' pipeline with the scale of its guider as an argument of the call; it may be loaded without VAE."""
     import functools
 
-    from diffusers import HunyuanVideo15Pipeline
-
-    pipeline: Any = build_guided_pipeline_class(HunyuanVideo15Pipeline, ("guider",))
+    pipeline: Any = build_guided_pipeline_class(base, ("guider",))
 
     class PartialPipeline(pipeline):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -291,22 +382,22 @@ def _build_pipeline_class() -> Any:
             """Leave it to the transformer, as the VAE may come later."""
 
     functools.update_wrapper(PartialPipeline.__init__, pipeline.__init__)  # diffusers reads its arguments
-    return copy_class_name(PartialPipeline, HunyuanVideo15Pipeline)
+    return copy_class_name(PartialPipeline, base)
 
 
 def _build_transformer_class() -> Any:
-    """diffusers' transformer for text to video, which looks at no values of masks and has no tokens of a first image.
+    """diffusers' transformer, which looks at no values of masks, and has tokens of a first image only if there is one.
 
     diffusers moves the tokens that are not masked to the front, whose number is not known before, and masks those of
-    the image.  Text tokens have no positions: their order changes nothing, and nothing attends to masked ones.  So the
-    mask is one of keys, (B, 1, 1, tokens): for pairs of tokens, as in diffusers, it would take gigabytes.
+    an image of zeros.  Text tokens have no positions: their order changes nothing, and nothing attends to masked ones.
+    So the mask is one of keys, (B, 1, 1, tokens): for pairs of tokens, as in diffusers, it would take gigabytes.
     """
     import torch
     from diffusers import HunyuanVideo15Transformer3DModel
 
     transformer: Any = HunyuanVideo15Transformer3DModel
 
-    class TextToVideoTransformer(transformer):  # type: ignore[misc]
+    class KeyMaskTransformer(transformer):  # type: ignore[misc]
         def forward(
             self,
             hidden_states: Tensor,
@@ -327,9 +418,13 @@ def _build_transformer_class() -> Any:
             kind = torch.zeros(1, dtype=torch.long, device=texts.device)
             glyphs = self.context_embedder_2(encoder_hidden_states_2) + self.cond_type_embed(kind + 1)
             texts = torch.cat([glyphs, texts + self.cond_type_embed(kind)], dim=1)
+            num_unmasked = hidden_states.shape[1]
+            if image_embeds is not None and self.config.task_type == "i2v":  # else they are zeros
+                images = self.image_embedder(image_embeds) + self.cond_type_embed(kind + 2)
+                texts, num_unmasked = torch.cat([images, texts], dim=1), num_unmasked + images.shape[1]
             mask = torch.cat(
                 [
-                    torch.ones(hidden_states.shape[:2], dtype=torch.bool, device=texts.device),
+                    torch.ones(len(texts), num_unmasked, dtype=torch.bool, device=texts.device),
                     encoder_attention_mask_2.bool(),  # type: ignore[union-attr]
                     encoder_attention_mask.bool(),
                 ],
@@ -344,4 +439,4 @@ def _build_transformer_class() -> Any:
             hidden_states = self.proj_out(self.norm_out(hidden_states, times))
             return (torch.unflatten(hidden_states.transpose(1, 2), 2, sizes),)
 
-    return copy_class_name(TextToVideoTransformer, transformer)
+    return copy_class_name(KeyMaskTransformer, transformer)

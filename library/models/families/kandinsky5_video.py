@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ...dataset.frame_windows import FrameRule
 from ...diffusion.timestep_shift import FixedShift
 from ..base import BaseModelInfo, Family
-from ..facts import DetectionFacts, FamilyMatch, PipelineFacts, SamplingFacts, SingleFileFacts
+from ..facts import DetectionFacts, FamilyMatch, PipelineFacts, SamplingFacts, SingleFileFacts, TrainerNames
 from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import match_flow_model
 from ..training_noise import NoiseLevels, TrainingNoiseFacts
@@ -42,7 +42,17 @@ FACTS = replace(
         hub_id="kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers",
         frames=FrameRule(stride=4, fps=24.0),
     ),
-    detection=DetectionFacts(match_configs=_match_kandinsky5_video),
+    detection=DetectionFacts(
+        match_configs=_match_kandinsky5_video,
+        trainer_names=TrainerNames(
+            simpletuner=("kandinsky5-video",),
+            simpletuner_flavours={
+                "t2v-lite-sft-5s": "kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers",
+                "t2v-lite-pretrain-5s": "kandinskylab/Kandinsky-5.0-T2V-Lite-pretrain-5s-Diffusers",
+            },
+            simpletuner_default="t2v-lite-sft-5s",
+        ),
+    ),
     single_files=SingleFileFacts(),
     lora=replace(
         IMAGE_FACTS.lora,

@@ -38,7 +38,8 @@ FRAME_RATE = 25.0
 """Frames per second, by which the transformer's positions count the time; the default of diffusers' pipeline."""
 
 
-def _match_ltx_video(read: ConfigReader) -> FamilyMatch:
+def match_ltx_video(read: ConfigReader) -> FamilyMatch:
+    """Check an LTX-Video of any version."""
     config = read_required(read, "transformer/config.json")
     patch_size = int(config.get("patch_size", 1))
     if patch_size != 1 or config.get("patch_size_t", 1) != 1:
@@ -67,7 +68,7 @@ FACTS = FamilyFacts(
         frames=FrameRule(stride=FRAME_STRIDE, fps=FRAME_RATE),
     ),
     # Files of other trainers are not imported: they name single files of versions that are not here.
-    detection=DetectionFacts(match_configs=_match_ltx_video),
+    detection=DetectionFacts(match_configs=match_ltx_video),
     lora=FamilyLora(
         # The linear layers of the blocks.
         targets=(
@@ -106,6 +107,7 @@ FACTS = FamilyFacts(
 
 class LTXVideo(Family):
     facts = FACTS
+    max_tokens = LTX_MAX_SEQUENCE_LENGTH
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         return BaseModelInfo("ltx_video", "ltxv")
@@ -123,7 +125,7 @@ class LTXVideo(Family):
 
         with text_encoding.suppress_truncation_warnings(pipe, pipe.tokenizer):
             embeds, mask = pipe._get_t5_prompt_embeds(
-                list(prompts), max_sequence_length=LTX_MAX_SEQUENCE_LENGTH, device=pipe.text_encoder.device
+                list(prompts), max_sequence_length=self.max_tokens, device=pipe.text_encoder.device
             )
         return {"embeds": text_encoding.drop_padding(embeds, mask)}
 
@@ -131,13 +133,13 @@ class LTXVideo(Family):
         from .. import text_encoding
 
         width = pipe.transformer.config.caption_channels
-        return {"embeds": text_encoding.build_meta_text_embeds(pipe.tokenizer, prompts, width, LTX_MAX_SEQUENCE_LENGTH)}
+        return {"embeds": text_encoding.build_meta_text_embeds(pipe.tokenizer, prompts, width, self.max_tokens)}
 
     def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
         from .. import text_encoding
 
         # One token is that of the end.
-        return text_encoding.find_truncated_prompts(pipe.tokenizer, prompts, LTX_MAX_SEQUENCE_LENGTH - 1)
+        return text_encoding.find_truncated_prompts(pipe.tokenizer, prompts, self.max_tokens - 1)
 
     def encode_moments(self, pipe: Any, pixels: Tensor) -> Moments:
         from ..vae import as_clips, encode_clip_moments
@@ -181,7 +183,7 @@ class LTXVideo(Family):
         from ..text_encoding import pad_text_embeds
 
         # The pipeline needs both texts to have one length.
-        embeds, mask = pad_text_embeds([*cond["embeds"], *negative_cond["embeds"]], LTX_MAX_SEQUENCE_LENGTH)
+        embeds, mask = pad_text_embeds([*cond["embeds"], *negative_cond["embeds"]], self.max_tokens)
         return dict(
             guidance_scale=self.facts.sampling.get_guidance_scale(prompt.cfg_scale),
             prompt_embeds=embeds[:1],

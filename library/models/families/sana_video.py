@@ -9,7 +9,7 @@ from ...dataset.frame_windows import FrameRule
 from ...diffusion.timestep_shift import FixedShift
 from ...registry import copy_class_name
 from ..base import BaseModelInfo
-from ..facts import DetectionFacts, FamilyMatch, PipelineFacts, SamplingFacts, SingleFileFacts
+from ..facts import DetectionFacts, FamilyMatch, PipelineFacts, SamplingFacts, SingleFileFacts, TrainerNames
 from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import match_flow_model
 from ..training_noise import TrainingNoiseFacts
@@ -44,7 +44,14 @@ FACTS = replace(
         hub_id="Efficient-Large-Model/SANA-Video_2B_480p_diffusers",
         frames=FrameRule(stride=4, fps=16.0),
     ),
-    detection=DetectionFacts(match_configs=_match_sana_video),
+    detection=DetectionFacts(
+        match_configs=_match_sana_video,
+        trainer_names=TrainerNames(
+            simpletuner=("sanavideo",),
+            simpletuner_flavours={"2b-480p": "Efficient-Large-Model/SANA-Video_2B_480p_diffusers"},
+            simpletuner_default="2b-480p",
+        ),
+    ),
     single_files=SingleFileFacts(),
     lora=replace(
         SANA_FACTS.lora,

@@ -130,9 +130,20 @@ FACTS = FamilyFacts(
             ): "Wan 2.2 TI2V (diffusers' folders only) or a Fun-Control (cannot be trained yet)",
         },
         unsupported_file_names=dict.fromkeys(
-            ("high_noise", "low_noise"), "one of the two transformers of Wan 2.2 A14B; give the folder of both"
+            ("high_noise", "low_noise"),
+            "one of the two transformers of Wan 2.2 A14B; for low noise give the file of the other as --dit_high_noise,"
+            " or set --model_version t2v-A14B and the one that it is as --noise_experts",
         ),
-        trainer_names=TrainerNames(ai_toolkit=("wan21",), diffusion_pipe=("wan",)),
+        trainer_names=TrainerNames(
+            ai_toolkit=("wan21",),
+            diffusion_pipe=("wan",),
+            simpletuner=("wan",),
+            simpletuner_flavours={
+                "t2v-480p-1.3b-2.1": "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+                "t2v-480p-14b-2.1": "Wan-AI/Wan2.1-T2V-14B-Diffusers",
+            },
+            simpletuner_default="t2v-480p-1.3b-2.1",
+        ),
     ),
     single_files=SingleFileFacts(
         prefixes={

@@ -5,17 +5,20 @@ Both are trained in one run, each in the steps that are drawn for it, or one of 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...config.network_args import GENERAL_NETWORK
-from ...diffusion.noise_experts import NoiseExperts, TrainedExperts
+from ...config.schema import ModelConfig
+from ...diffusion.noise_experts import HIGH_NOISE, LOW_NOISE, NoiseExperts, TrainedExperts
 from ...diffusion.timestep_shift import FixedShift
+from ...problems import Problem
 from ..base import BaseModelInfo, Family
-from ..facts import DetectionFacts, FamilyFacts, FamilyMatch, PipelineFacts, SamplingFacts, SingleFileFacts
+from ..facts import DetectionFacts, FamilyFacts, FamilyMatch, PipelineFacts, SamplingFacts, TrainerNames
 from ..model_configs import ConfigReader, ModelError, read_required
-from ..shared_facts import match_flow_model
+from ..shared_facts import DENOISER_PREFIXES, match_flow_model
 from ..training_noise import TrainingNoiseFacts
 from .wan import FACTS as WAN_FACTS
 from .wan import WAN_FRAMES, Wan
@@ -50,6 +53,16 @@ def _match_i2v(read: ConfigReader) -> FamilyMatch | None:
     return _match_experts(read, IMAGE_BOUNDARY, 2, CONDITION_CHANNELS)
 
 
+def _validate_files(read: ConfigReader, options: ModelConfig) -> Iterator[Problem]:
+    """A file whose name says that it is the other transformer is not taken for this one."""
+    main = LOW_NOISE if options.noise_experts == "both" else options.noise_experts
+    for option, expert in (("pretrained_model_name_or_path", main), ("dit_high_noise", HIGH_NOISE)):
+        other = HIGH_NOISE if expert == LOW_NOISE else LOW_NOISE
+        path = Path(getattr(options, option) or "")
+        if path.suffix and other in path.name.lower():
+            yield Problem(option, f"is named ({other}) like the transformer for {other}", f"give that for {expert}")
+
+
 FACTS = replace(
     WAN_FACTS,
     title="Wan 2.2 A14B T2V",
@@ -62,7 +75,15 @@ FACTS = replace(
         hub_id="Wan-AI/Wan2.2-T2V-A14B-Diffusers",
         frames=WAN_FRAMES,
     ),
-    detection=DetectionFacts(match_configs=_match_t2v),
+    detection=DetectionFacts(
+        match_configs=_match_t2v,
+        keys=WAN_FACTS.detection.keys,
+        diffusers_keys=WAN_FACTS.detection.diffusers_keys,
+        shape_checks=WAN_FACTS.detection.shape_checks,
+        trainer_names=TrainerNames(
+            ai_toolkit=("wan22_14b",), diffusion_pipe=("wan",), variant_pattern=r"2[._]?2.*(?<!i)t2v"
+        ),
+    ),
     lora=replace(
         WAN_FACTS.lora,
         modelspec_architecture="wan2.2-t2v-a14b",
@@ -79,9 +100,17 @@ FACTS = replace(
     training_noise=TrainingNoiseFacts(shift=FixedShift(3.0), reason="as Wan 2.1; both experts together"),
     sampling=SamplingFacts(num_inference_steps=40, guidance_scale=4.0, image_size=(832, 480)),
     # A single file has one of the two transformers.
-    single_files=SingleFileFacts(),
-    options=replace(WAN_FACTS.options, network=GENERAL_NETWORK, musubi_versions={}, extra=("noise_experts",)),
-    notes="two experts, text to video; diffusers folders",
+    single_files=replace(
+        WAN_FACTS.single_files, prefixes={**WAN_FACTS.single_files.prefixes, "transformer_2": DENOISER_PREFIXES}
+    ),
+    options=replace(
+        WAN_FACTS.options,
+        components={**WAN_FACTS.options.components, "dit_high_noise": "transformer"},
+        musubi_versions={"t2v-A14B": {}},
+        extra=("noise_experts", "expert_adapters", "timestep_boundary"),
+        validate=_validate_files,
+    ),
+    notes="two experts, text to video",
 )
 IMAGE_FACTS = replace(
     FACTS,
@@ -93,10 +122,17 @@ IMAGE_FACTS = replace(
         num_parameters=14_288_901_184,
         hub_id="Wan-AI/Wan2.2-I2V-A14B-Diffusers",
     ),
-    detection=DetectionFacts(match_configs=_match_i2v),
+    detection=replace(
+        FACTS.detection,
+        match_configs=_match_i2v,
+        trainer_names=TrainerNames(
+            ai_toolkit=("wan22_14b_i2v",), diffusion_pipe=("wan",), variant_pattern=r"2[._]?2.*(?<!t)i2v"
+        ),
+    ),
     lora=replace(FACTS.lora, modelspec_architecture="wan2.2-i2v-a14b"),
     sampling=replace(FACTS.sampling, guidance_scale=3.5, frame_images=("image_path",)),
-    notes="two experts, from the first frame; diffusers folders",
+    options=replace(FACTS.options, musubi_versions={"i2v-A14B": {}}),
+    notes="two experts, from the first frame",
 )
 
 
@@ -108,6 +144,7 @@ def _select_expert(facts: FamilyFacts, expert: TrainedExperts, denoiser: str) ->
     return replace(
         facts,
         pipeline=replace(facts.pipeline, denoisers=(denoiser,), experts=experts),
+        options=replace(facts.options, components=WAN_FACTS.options.components),
         blocks=replace(WAN_FACTS.blocks, unsupported_strategies=WAN_FACTS.blocks.unsupported_strategies),
     )
 
@@ -123,6 +160,11 @@ class _JoinedExperts(Family):
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         call: Any = partial(denoiser, expert=batch.expert) if batch.expert else denoiser
         return super().predict(pipe, call, noisy_latents, timesteps, batch)  # type: ignore[safe-super]
+
+    def adapt_sampling_pipeline(self, sampling_pipe: Any) -> Any:
+        if (boundary := self.model_config.noise_boundary) is not None:
+            sampling_pipe.register_to_config(boundary_ratio=boundary)
+        return sampling_pipe
 
 
 class _FirstFrame(WanI2V):

@@ -1,20 +1,28 @@
-"""Wan 2.2 TI2V 5B as a model of text to video: Wan 2.1's transformer over latents of 1/16 of the frame."""
+"""Wan 2.2 TI2V 5B, from text, or with the first frame given: Wan 2.1's transformer over latents of 1/16 of the frame.
+
+A given frame is clean where the others are noisy, and its tokens have timestep 0.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...config.network_args import GENERAL_NETWORK
 from ...dataset.frame_windows import FrameRule
 from ...diffusion.timestep_shift import FixedShift
 from ..base import BaseModelInfo
-from ..facts import DetectionFacts, FamilyMatch, PipelineFacts, SamplingFacts, SingleFileFacts
+from ..facts import DetectionFacts, FamilyMatch, PipelineFacts, SamplingFacts, SingleFileFacts, TrainerNames
 from ..model_configs import ConfigReader, read_required
 from ..shared_facts import match_flow_model
 from ..training_noise import WEIGHTED, TrainingNoiseFacts
 from .wan import FACTS as WAN_FACTS
-from .wan import Wan
+from .wan import WAN_TEXT_TOKENS, Wan
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ...dataloader.batch import Batch, Moments
 
 
 def _match_wan22_ti2v(read: ConfigReader) -> FamilyMatch | None:
@@ -34,8 +42,16 @@ FACTS = replace(
         hub_id="Wan-AI/Wan2.2-TI2V-5B-Diffusers",
         frames=FrameRule(stride=4, fps=24.0),
     ),
-    # Files of ai-toolkit are not imported: it trains this model with the first frame of each clip given.
-    detection=DetectionFacts(match_configs=_match_wan22_ti2v),
+    detection=DetectionFacts(
+        match_configs=_match_wan22_ti2v,
+        trainer_names=TrainerNames(
+            ai_toolkit=("wan22_5b",),
+            diffusion_pipe=("wan",),
+            simpletuner=("wan",),
+            simpletuner_flavours={"ti2v-5b-2.2": "Wan-AI/Wan2.2-TI2V-5B-Diffusers"},
+            variant_pattern="ti2v",
+        ),
+    ),
     lora=replace(
         WAN_FACTS.lora,
         targets_of="",
@@ -50,8 +66,8 @@ FACTS = replace(
     sampling=SamplingFacts(num_inference_steps=50, guidance_scale=5.0, image_size=(1280, 704)),
     # Only diffusers' folders are tried, and no command of musubi-tuner is for this model.
     single_files=SingleFileFacts(),
-    options=replace(WAN_FACTS.options, network=GENERAL_NETWORK, musubi_versions={}),
-    notes="5B, text to video; diffusers folders",
+    options=replace(WAN_FACTS.options, network=GENERAL_NETWORK, musubi_versions={}, extra=("image_to_video",)),
+    notes="5B, text to video, or from the first frame (`--image_to_video`); diffusers folders",
 )
 
 
@@ -65,3 +81,44 @@ class WanTI2V(Wan):
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         return BaseModelInfo("wan22_ti2v", "wan2.2-ti2v-5b")
+
+
+IMAGE_FACTS = replace(
+    FACTS,
+    title="Wan 2.2 TI2V from images",
+    pipeline=replace(FACTS.pipeline, class_name="WanImageToVideoPipeline"),
+    sampling=replace(FACTS.sampling, frame_images=("image_path",)),
+)
+
+
+class WanTI2VFromImage(WanTI2V):
+    """The first frame of each clip is given; an image has no other frame and is trained as from text alone."""
+
+    facts = IMAGE_FACTS
+
+    def encode_frame_cond(self, pipe: Any, pixels: Tensor, moments: Moments) -> dict[str, Tensor]:
+        """The latents of the first frame, which do not depend on later frames."""
+        return {"first": moments.mean_and_std[:, 0, :, :1]}
+
+    def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
+        import torch
+
+        from ..text_encoding import pad_text_embeds
+
+        if noisy_latents.shape[2] == 1:
+            return super().predict(pipe, denoiser, noisy_latents, timesteps, batch)
+        num_frames, height, width = noisy_latents.shape[2:]
+        _, *patch = pipe.transformer.config.patch_size
+        tokens_per_frame = (height // patch[0]) * (width // patch[1])
+        times = timesteps[:, None, None].expand(-1, num_frames, tokens_per_frame).clone()
+        times[:, 0] = 0
+        predicted: Tensor = denoiser(
+            hidden_states=torch.cat([batch.frame_cond["first"].to(noisy_latents), noisy_latents[:, :, 1:]], dim=2),
+            timestep=times.flatten(1),
+            encoder_hidden_states=pad_text_embeds(batch.cond["embeds"], WAN_TEXT_TOKENS)[0],
+            return_dict=False,
+        )[0]
+        return predicted
+
+    def select_trained_frames(self, loss: Tensor, batch: Batch) -> Tensor:
+        return loss[:, :, 1:] if loss.shape[2] > 1 else loss

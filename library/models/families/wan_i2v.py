@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...config.network_args import NetworkFacts
 from ..base import BaseModelInfo
-from ..facts import DetectionFacts, FamilyMatch, PipelineFacts, SamplingFacts
+from ..facts import FamilyMatch, PipelineFacts, SamplingFacts, TrainerNames
 from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import match_flow_model
 from .wan import FACTS as WAN_FACTS
@@ -74,7 +74,16 @@ FACTS = replace(
             ("img_emb.emb_pos", None): ("transformer", "pos_embed_seq_len"),
         },
         unsupported_shapes={},
-        trainer_names=DetectionFacts.trainer_names,
+        trainer_names=TrainerNames(
+            ai_toolkit=("wan21_i2v",),
+            diffusion_pipe=("wan",),
+            simpletuner=("wan",),
+            simpletuner_flavours={
+                "i2v-14b-2.1": "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers",
+                "i2v-14b-2.1-720p": "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers",
+            },
+            variant_pattern=r"(?<!t)i2v",
+        ),
     ),
     single_files=replace(
         WAN_FACTS.single_files, renames={"img_emb.emb_pos": "condition_embedder.image_embedder.pos_embed"}
@@ -195,7 +204,17 @@ FIRST_LAST_FACTS = replace(
         num_parameters=16_395_536_704,
         hub_id="Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers",
     ),
-    detection=replace(FACTS.detection, match_configs=_match_wan_flf2v, keys=(*FACTS.detection.keys, "img_emb.emb_pos")),
+    detection=replace(
+        FACTS.detection,
+        match_configs=_match_wan_flf2v,
+        keys=(*FACTS.detection.keys, "img_emb.emb_pos"),
+        trainer_names=TrainerNames(
+            diffusion_pipe=("wan",),
+            simpletuner=("wan",),
+            simpletuner_flavours={"flf2v-14b-2.1": "Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers"},
+            variant_pattern="flf2v",
+        ),
+    ),
     lora=replace(FACTS.lora, modelspec_architecture="wan2.1-flf2v"),
     sampling=replace(FACTS.sampling, image_size=(1280, 720), frame_images=("image_path", "end_image_path")),
     options=replace(FACTS.options, musubi_versions={"flf2v-14B": {"ffn_dim": 13824}}),

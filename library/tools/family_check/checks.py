@@ -70,7 +70,8 @@ def check_denoiser_call(family: Family, case: TinyCase) -> None:
     step = pipe.scheduler.step
 
     def record_step(output: Any, timestep: Any, *args: Any, **kwargs: Any) -> Any:
-        steps.append((output, timestep))
+        # A pipeline that gives the scheduler a timestep for each token counts time backward.
+        steps.append((output if kwargs.get("per_token_timesteps") is None else -output, timestep))
         return step(output, timestep, *args, **kwargs)
 
     pipe.scheduler.step = record_step

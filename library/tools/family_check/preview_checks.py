@@ -34,15 +34,15 @@ def build_preview_prompt(case: TinyCase, text: str, negative: str = "", **option
 
 @torch.no_grad()
 def generate_preview(family: Family, case: TinyCase, sampler: str | None = None, **options: Any) -> Image:
-    """Sample a preview in a few steps."""
+    """Sample a preview in a few steps; of a clip, the last frame, as the first may be given."""
     pipe = case.pipe
     settings = {"num_inference_steps": 3, "cfg_scale": 3.0, **options}
     with build_preview_prompt(case, "a red circle", "blue", **settings) as prompt:
         cond = case.encode_prompts(family, pipe, [prompt.text])
         negative = case.encode_negative_prompts(family, pipe, [prompt.negative_prompt])
-        return family.generate_image(
+        return family.generate_frames(
             pipe, prompt, cond, negative, generator=torch.Generator().manual_seed(1), sampler=sampler
-        )
+        )[-1]
 
 
 def check_preview(family: Family, case: TinyCase) -> None:
@@ -56,7 +56,7 @@ def check_preview(family: Family, case: TinyCase) -> None:
     arguments = {**texts, **case.texts, "num_inference_steps": 3, case.scale: 3.0}
     generator = torch.Generator().manual_seed(1)
     reference = get_images(call_pipeline(case, **arguments, generator=generator, output_type="pil"))[0]
-    reference = reference[0] if isinstance(reference, list) else reference  # of a clip, its only frame
+    reference = reference[-1] if isinstance(reference, list) else reference  # of a clip, its last frame
     case.pipe.scheduler = scheduler
     ours = generate_preview(family, case)
     height, width = case.size

@@ -128,8 +128,18 @@ def _read_model(process: KeyReader) -> None:
         result.set_option("compile_dynamic", "auto" if dynamic is None else str(bool(dynamic)).lower())
     for name in ("compile_mode", "compile_fullgraph", "compile_dynamic", "block_compile"):
         model.read(name)
+    _read_experts(model)
     model.apply_rules(keys.MODEL_RULES)
     model.list_unknown(PROGRAM)
+
+
+def _read_experts(model: KeyReader) -> None:
+    """Read which of two transformers are trained; other models have arguments that are listed."""
+    arguments, result = model.read_table("model_kwargs"), model.result
+    if FAMILY_FACTS[result.family].pipeline.experts is not None:
+        trained = [name for name in ("high_noise", "low_noise") if arguments.read(f"train_{name}", True, to_switch)]
+        result.set_option("noise_experts", trained[0] if len(trained) == 1 else "both")
+    arguments.list_unknown(PROGRAM)
 
 
 def _read_network(process: KeyReader) -> None:
@@ -458,6 +468,11 @@ def _read_frames(reader: KeyReader, subset: dict[str, Any]) -> None:
     num_frames, is_spread = reader.read("num_frames", 1, to_integer), reader.read("shrink_video_to_frames", True)
     if num_frames <= 1:
         return
+    result = reader.result
+    if "image_to_video" in FAMILY_FACTS[result.family].options.extra:
+        is_given = reader.read("do_i2v", True, to_switch)
+        if result.options.setdefault("image_to_video", is_given) is not is_given:
+            reader.list_change("do_i2v", "the first frame of all clips is given or of none: image_to_video", is_given)
     if reader.result.family not in VIDEO_FAMILIES:
         reader.list_change("num_frames", "the model makes images; remove it, or choose a model of videos")
         return

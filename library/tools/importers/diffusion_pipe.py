@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ...models.detect import get_size_multiple
+from ...models.families import FAMILY_FACTS
 from ...models.trainer_names import choose_family, find_families
 from ...problems import Problem
 from .equivalents import (
@@ -78,7 +79,7 @@ def import_diffusion_pipe(content: dict[str, Any], path: Path, others: Sequence[
 
 def _list_file_names(model: Mapping[str, Any]) -> str:
     """List the names of the model's files, which alone tell models of one type apart."""
-    paths = "diffusers_path", "checkpoint_path", "transformer_path", "diffusion_model"
+    paths = "diffusers_path", "checkpoint_path", "ckpt_path", "transformer_path", "diffusion_model"
     return " ".join(str(model.get(key, "")) for key in paths)
 
 
@@ -114,6 +115,9 @@ def _read_paths(model: KeyReader) -> None:
     options, family = model.result.options, model.result.family
     folder = model.read("diffusers_path", None, to_text)
     folder = model.read("checkpoint_path", folder, to_text)
+    if original := model.read("ckpt_path", None, to_text):
+        folder = original
+        model.list_change("ckpt_path", "a folder of the model's authors there; give the folder or hub id of diffusers")
     denoiser = model.read("transformer_path", None, to_text)
     denoiser = model.read("diffusion_model", denoiser, to_text)
     options["pretrained_model_name_or_path"] = denoiser or folder or ""
@@ -130,11 +134,27 @@ def _read_paths(model: KeyReader) -> None:
         ("text_encoder_path", "text_encoder"),
         ("llm_path", "text_encoder"),
         ("byt5_path", "byt5"),
+        *((("clip_path", "clip_l"),) if family == "hunyuan_video" else ()),
     ):
         model.take(option, name, None, to_text)
     encoders = model.read("text_encoders", [])
     if encoders:
-        options["text_encoder"] = str(encoders[0].get("path", ""))
+        paths = encoders[0].get("paths") or [encoders[0].get("path", "")]
+        options |= dict(zip(("text_encoder", "byt5"), map(str, paths), strict=False))
+    if FAMILY_FACTS[family].pipeline.experts is not None:
+        _read_expert(model, str(denoiser or ""))
+
+
+def _read_expert(model: KeyReader, denoiser: str) -> None:
+    """Read which of two transformers is trained: there always one, with the noise levels of its range."""
+    expert = next((name for name in ("high_noise", "low_noise") if name in denoiser.lower()), None)
+    if expert is None:
+        model.list_change("transformer_path", "one of two transformers is trained there; set noise_experts", denoiser)
+        return
+    model.result.set_option("noise_experts", expert)
+    for name in ("min_t", "max_t"):
+        if (level := model.read(name)) is not None:
+            model.result.list_harmless(f"model.{name}", level, "noise_experts sets the noise levels of its transformer")
 
 
 def _read_sdxl(model: KeyReader) -> None:

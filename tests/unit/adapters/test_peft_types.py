@@ -223,6 +223,22 @@ def test_max_norm_scales_large_updates_to_the_limit_and_leaves_small_ones():
     assert after == pytest.approx({name: min(norm, 0.5) for name, norm in before.items()}, rel=1e-4)
 
 
+def test_an_adapter_that_two_models_share_is_trained_and_scaled_as_one():
+    names = ("high_noise", "low_noise")
+    model = nn.ModuleDict({name: nn.ModuleDict({"layer": nn.Linear(6, 5)}) for name in names})
+    adapter = injection.inject_into_model(model, AdapterConfig(network_dim=2, network_alpha=2.0), ("layer",), 0)
+    injection.share_adapters(model["high_noise"], model["low_noise"])
+    with torch.no_grad():
+        for name, weight in injection.iter_adapter_parameters(model):
+            if "lora_B" in name:
+                weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(3)))
+    assert len([weight for weight in model.parameters() if weight.requires_grad]) == 2
+    MaxNormRegularizer(model, adapter, 0.5)()
+    updates = [model[name]["layer"].get_delta_weight("default") for name in names]
+    assert torch.equal(*updates) and float(updates[0].norm()) == pytest.approx(0.5, rel=1e-4)
+    assert not torch.equal(*(model[name]["layer"].get_base_layer().weight for name in names))
+
+
 @pytest.mark.parametrize(
     ("module", "arguments"),
     [

@@ -581,3 +581,15 @@ def test_a_single_file_of_the_lora_benchmark_has_the_keys_of_the_original_code()
     names = {key for key in expected if not key.startswith(("model_ema.", "alphas_cumprod"))}
     assert found.keys() == names
     assert all(torch.equal(found[key], expected[key]) for key in names)
+
+
+@pytest.mark.slow
+def test_many_clips_are_planned_cached_and_read():
+    found = run_benchmark("clips", "--clips", "12", "--cached_clips", "4", "--windows", "2", "--repetitions", "1")
+    values = {name: each["median"] for name, each in found.items()}
+    first, later = (values[f"plan of 12 clips, {when}: processor time"] for when in ("first", "later"))
+    assert first > 0 and later > 0 and values["peak memory"] > 50
+    moments = 2 * 4 * 5 * 8 * 8 * 4  # of 17 frames of 64 x 64 pixels, in four channels of a tiny Wan
+    assert moments < 1e6 * values["cache on disk"] < 2 * moments
+    one, both = (values[f"window of 832x480x81, {each}: size"] for each in ("musubi-tuner's files", "cache"))
+    assert one == pytest.approx(16 * 21 * 60 * 104 * 2 / 1e6, rel=0.01) and both == pytest.approx(2 * one, rel=0.01)

@@ -23,9 +23,8 @@ MODELS = {
     "networks.lora_krea2": "krea2",
     "networks.lora_flux": "flux_kontext",
     "networks.lora_wan": "wan",
+    "networks.lora_hv_1_5": "hunyuan_video15",
 }
-MISSING = {"t2v-A14B": "trained from a folder in diffusers' format", "": "module of HunyuanVideo"}
-"""What is said of the documented commands whose model is missing here, by their task."""
 
 
 def load(*flags: str):
@@ -37,15 +36,9 @@ def list_unused(loaded) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command["script"])
-def test_the_documented_commands_have_no_problems_but_a_model_that_is_not_here(command):
+def test_the_documented_commands_have_no_problems(command):
     argv = build_tiny_command(command)
-    task = argv[argv.index("--task") + 1] if "--task" in argv else ""
-    problems = format_lines(parse_config([*DATA, *argv]).problems)
-    if task in MISSING and (task or "networks.lora" in argv):
-        (problem,) = problems
-        assert MISSING[task] in problem and "can be trained are" in problem
-    else:
-        assert problems == [] and find_problems(argv) == []
+    assert format_lines(parse_config([*DATA, *argv]).problems) == [] and find_problems(argv) == []
 
 
 def test_settings_of_a_command_are_those_of_a_file_of_our_own(tmp_path):
@@ -184,7 +177,8 @@ def test_an_option_without_effect_is_named(flags, reasons):
         ("--num_layers 40", "the model has the blocks of its files"),
         ("--remove_first_image_from_target", "Qwen-Image-Layered"),
         ("--skip_existing", "a run caches by itself"),
-        ("--dit_high_noise x", "for a model of musubi-tuner that is not supported"),
+        ("--use_unconditional_dit_for_lora_sampling", "for a model of musubi-tuner that is not supported"),
+        ("--dit_in_channels 32", "the model has the channels of its files"),
         ("--no_such_option 1", "unknown option"),
     ],
 )
@@ -197,25 +191,17 @@ def test_what_would_change_the_result_is_refused_with_the_reason(flags, reason):
     ("flags", "title"),
     [
         ("--network_module networks.lora_wan --task t2v-14B-FC --clip x", "Fun-Control"),
-        ("--network_module networks.loha --task i2v-A14B --dit_high_noise x", "with --noise_experts"),
         ("--task k5-lite-t2v-5s-sd --nabla_P 0.9", "Kandinsky 5"),
-        ("--network_module networks.lora_hv_1_5", "HunyuanVideo 1.5, which is trained from a folder"),
-        ("--task t2v", "t2v is HunyuanVideo 1.5, which is trained from a folder in diffusers' format"),
-        ("--task i2v", "HunyuanVideo 1.5 I2V"),
         ("--network_module networks.lora_framepack", "FramePack"),
         ("--network_module networks.lora_kandinsky", "Kandinsky 5"),
         ("--network_module networks.lora_ideogram4", "Ideogram 4"),
         ("--network_module networks.lora_hidream_o1 --dino_loss_weight 1", "HiDream-O1"),
-        (
-            "--network_module networks.lora --dit_in_channels 32",
-            "HunyuanVideo, whose file is given as --pretrained_model_name_or_path",
-        ),
     ],
 )
 def test_a_model_that_cannot_be_trained_is_the_only_problem(flags, title):
     loaded = load_settings(["--dit", "no/such/file.safetensors", "--dataset_config", "no/such.toml", *flags.split()])
     (problem,) = format_lines(find_settings_problems(loaded))
-    assert title in problem and "FLUX.1 Kontext, FLUX.2, Qwen-Image, Wan 2.1, Z-Image and Krea 2" in problem
+    assert title in problem and "FLUX.1 Kontext, FLUX.2, Qwen-Image, Wan 2.1 and 2.2 A14B, HunyuanVideo" in problem
 
 
 @pytest.mark.parametrize(
@@ -283,6 +269,9 @@ def test_a_higher_mean_of_sigma_sampling_is_less_noise_as_in_musubi_tuner():
         "--dataset_config a --vae b --i2v --clip c --vae_cache_cpu",
         "--dataset_config a --t5 b --batch_size 16 --fp8_t5",
         "--dataset_config a --vae b --vae_chunk_size 32 --vae_tiling --vae_dtype float16",
+        "--dataset_config a --vae b --i2v --image_encoder c --vae_sample_size 128 --vae_enable_patch_conv",
+        "--dataset_config a --text_encoder b --byt5 c --batch_size 16 --fp8_vl",
+        "--dataset_config a --text_encoder1 b --text_encoder2 c --batch_size 16 --fp8_llm --text_encoder_dtype fp16",
     ],
 )
 def test_a_command_that_only_caches_is_answered_in_one_line(flags, capsys):
@@ -353,14 +342,27 @@ def test_options_of_our_own_runs_have_not_the_names_of_musubi_tuner():
 def build_tiny_command(command) -> list[str]:
     """A documented command with a tiny model in place of its files."""
     argv = list(command["argv"])
-    for option in ("--dataset_config", "--vae", "--text_encoder", "--t5", "--clip", "--sample_prompts", "..."):
+    files = (
+        "--vae",
+        "--text_encoder",
+        "--t5",
+        "--clip",
+        "--byt5",
+        "--image_encoder",
+        "--dit_high_noise",
+        "--sample_prompts",
+    )
+    for option in ("--dataset_config", *files):
         if option in argv:
-            del argv[argv.index(option) : argv.index(option) + (1 if option == "..." else 2)]
+            del argv[argv.index(option) : argv.index(option) + 2]
     module = argv[argv.index("--network_module") + 1] if "--network_module" in argv else ""
-    model = f"{MODELS.get(module, 'qwen_image_edit_plus:2511')}:tiny"
+    # networks.lora is the module of HunyuanVideo there
+    models = {"": "qwen_image_edit_plus:2511", "networks.lora": "hunyuan_video", **MODELS}
+    model = f"{models[module]}:tiny"
     if "--task" in argv:  # which is compared with the sizes of the model
         task = argv[argv.index("--task") + 1]
         names = {"t2v-1.3B": "wan", "i2v-14B": "wan_i2v", "flf2v-14B": "wan_flf2v"}
+        names |= {"t2v-A14B": "wan22_t2v:tiny", "t2v": "hunyuan_video15:tiny", "i2v": "hunyuan_video15_i2v:tiny"}
         model = names.get(task, "wan:14b")
     argv[argv.index("--dit") + 1] = f"random:{model}"
     return argv
@@ -402,3 +404,39 @@ def test_a_command_of_wan_has_the_files_and_the_shift_that_it_names(tmp_path):
     assert (config.model.text_encoder, config.model.model_version) == ("umt5.safetensors", "t2v-1.3B")
     assert (config.noise.timestep_sampling, config.noise.discrete_flow_shift) == ("shift", 3.0)
     assert config.adapter.network_args == () and {"vae_cache_cpu", "fp8_t5"} <= list_unused(loaded).keys()
+
+
+A14B = ["--dit", "random:wan22_t2v:tiny", "--network_module", "networks.lora_wan", "--task", "t2v-A14B"]
+
+
+def test_both_transformers_share_an_adapter_in_a_command_as_in_musubi_tuner():
+    both = load(*A14B, "--timestep_boundary", "900", "--offload_inactive_dit", "--force_v2_1_time_embedding")
+    model = both.config.model
+    assert (model.expert_adapters, model.noise_experts, model.noise_boundary) == ("shared", "both", 0.9)
+    assert both.taken_defaults["expert_adapters"] == "shared"
+    assert {"offload_inactive_dit", "force_v2_1_time_embedding"} <= list_unused(both).keys()
+    own = load("--pretrained_model_name_or_path", "random:wan22_t2v:tiny", "--timestep_boundary", "0.8")
+    assert (own.config.model.expert_adapters, own.config.model.noise_boundary) == ("separate", 0.8)
+    assert "expert_adapters" not in load(*QWEN).taken_defaults
+
+
+@pytest.mark.parametrize(
+    ("words", "expert"),
+    [
+        ("--timestep_sampling shift --min_timestep 0 --max_timestep 875", "low_noise"),
+        ("--timestep_sampling shift --min_timestep 875 --max_timestep 1000", "high_noise"),
+        ("--timestep_sampling shift --min_timestep 100 --max_timestep 900", "both"),
+        ("--timestep_sampling sigma --min_timestep 875 --max_timestep 1000", "both"),
+        ("--timestep_sampling shift --max_timestep 875 --noise_experts high_noise", "high_noise"),
+    ],
+)
+def test_one_transformer_alone_is_told_by_its_timesteps(words, expert):
+    assert load(*A14B, *words.split()).config.model.noise_experts == expert
+
+
+def test_text_encoders_of_hunyuan_video_have_the_names_of_its_script():
+    words = ["--dit", "random:hunyuan_video:tiny", "--network_module", "networks.lora"]
+    names = load(*words, "--text_encoder1", "llava.safetensors", "--text_encoder2", "clip.safetensors").config.model
+    assert (names.t5xxl, names.clip_l) == ("llava.safetensors", "clip.safetensors")
+    both = find_problems([*words, "--text_encoder1", "owner/a", "--text_encoder", "owner/b"])
+    assert any("HunyuanVideo has one text_encoder, which another option names, too" in line for line in both)

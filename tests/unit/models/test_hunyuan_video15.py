@@ -37,6 +37,29 @@ def test_the_transformer_computes_what_that_of_diffusers_does(build_case):
     assert not torch.allclose(ours(**shorter)[0], expected), "the mask matters"
 
 
+@pytest.mark.slow
+@torch.no_grad()
+def test_the_transformer_with_a_first_image_computes_what_that_of_diffusers_does(build_case):
+    _, tiny = build_case("hunyuan_video15_i2v")
+    ours = tiny.pipe.transformer
+    theirs = HunyuanVideo15Transformer3DModel.from_config(ours.config)
+    theirs.load_state_dict(ours.state_dict())
+    latents = torch.randn(2, 4, 2, 4, 6, generator=torch.Generator().manual_seed(1))
+    images = torch.randn(2, 4, ours.config.image_embed_dim, generator=torch.Generator().manual_seed(2))
+    call = {
+        "hidden_states": torch.cat([latents, torch.randn(2, 5, 2, 4, 6)], dim=1),
+        "timestep": torch.tensor([700.0, 250.0]),
+        "encoder_hidden_states": tiny.call["prompt_embeds"],
+        "encoder_attention_mask": tiny.call["prompt_embeds_mask"],
+        "encoder_hidden_states_2": tiny.call["prompt_embeds_2"],
+        "encoder_attention_mask_2": tiny.call["prompt_embeds_mask_2"],
+        "return_dict": False,
+    }
+    expected = theirs(**call, image_embeds=images)[0]
+    torch.testing.assert_close(ours(**call, image_embeds=images)[0], expected, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(ours(**call, image_embeds=-images)[0], expected, atol=1e-3)
+
+
 def test_models_of_few_steps_are_refused():
     configs = dict(load_bundled_config("hunyuan_video15"))
     match = FACTS.detection.match_configs(build_bundled_reader(configs))

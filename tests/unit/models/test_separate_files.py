@@ -1,20 +1,24 @@
 """Every family loads from ComfyUI's separate files: the denoiser, the VAE and the text encoders."""
 
 import model_layouts
+import original_checkpoints
 import pytest
 import torch
 from family_cases import build_case, get_modules, list_cases
 from tiny_pipelines import TINY
 
+from library.config.schema import ModelConfig
+from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES, FAMILY_FACTS
 
 __all__ = ["build_case"]  # a fixture
 FOLDERS_ONLY = (
-    *("kolors", "wan22_t2v", "wan22_i2v", "wan22_ti2v", "skyreels_v2", "hunyuan_video15", "ltx_video"),
+    *("kolors", "wan22_ti2v", "skyreels_v2", "ltx_video", "ltx_video095"),
     *("cogvideox", "cogvideox15", "mochi", "kandinsky5_video", "sana_video"),
 )
-NAMES = [name for name in FAMILY_FACTS if name not in (*FOLDERS_ONLY, "hunyuan_video")]  # which has one of its denoiser
+EXPERTS = ("wan22_t2v", "wan22_i2v")
+NAMES = [name for name in FAMILY_FACTS if name not in (*FOLDERS_ONLY, *EXPERTS)]
 
 
 @pytest.mark.parametrize("name", list_cases(NAMES))
@@ -34,6 +38,45 @@ def test_a_model_in_separate_files_is_the_model_in_a_folder(name, build_case, tm
         ours, theirs = (family.encode_prompts(each, ["a red circle"]) for each in (pipe, tiny.pipe))
         for key, rows in theirs.items():
             torch.testing.assert_close(list(ours[key]), list(rows), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPERTS)
+@torch.no_grad()
+def test_two_experts_in_a_file_each_are_those_of_the_folder(name, build_case, tmp_path):
+    _, tiny = build_case(name)
+    pipe = tiny.pipe
+    experts = {"low_noise": pipe.transformer_2, "high_noise": pipe.transformer.high_noise}
+    paths = {
+        expert: model_layouts.save_tensors(
+            original_checkpoints.convert_wan_transformer(model), tmp_path / f"wan2.2_{expert}_14B.safetensors"
+        )
+        for expert, model in experts.items()
+    }
+    files = model_layouts.build_files("wan", pipe)
+    others = {
+        option: model_layouts.save_tensors(files[component], tmp_path / f"{option}.safetensors")
+        for option, component in (("vae", "vae"), ("text_encoder", "text_encoder"))
+    }
+    others["tokenizer_cache_dir"] = model_layouts.save_tokenizers(name, pipe, tmp_path / "tokenizers")
+    options = ModelConfig(paths["low_noise"], dit_high_noise=paths["high_noise"], **others)
+    loaded = FAMILIES.get(name)(options).load(detect_model(options), torch.float32)
+    for ours, theirs in ((loaded.transformer, pipe.transformer), (loaded.transformer_2, pipe.transformer_2)):
+        assert all(torch.equal(value, theirs.state_dict()[key]) for key, value in ours.state_dict().items())
+    for expert, attribute in (("high_noise", "transformer"), ("low_noise", "transformer_2")):
+        only = ModelConfig(
+            paths[expert], noise_experts=expert, model_version=f"{name.removeprefix('wan22_')}-A14B", **others
+        )
+        detected = detect_model(only)
+        model = getattr(FAMILIES.get(detected.family)(only).load(detected, torch.float32), attribute)
+        state = experts[expert].state_dict()
+        assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    swapped = ModelConfig(paths["high_noise"], dit_high_noise=paths["low_noise"], **others)
+    with pytest.raises(ConfigError) as caught:
+        detect_model(swapped)
+    assert [problem.option for problem in caught.value.problems] == ["pretrained_model_name_or_path", "dit_high_noise"]
+    with pytest.raises(ConfigError, match="dit_high_noise"):
+        detect_model(ModelConfig(paths["low_noise"], model_version=only.model_version, **others))
 
 
 def test_the_families_without_separate_files_are_listed():

@@ -313,7 +313,7 @@ def test_a_file_that_is_named_like_an_expert_of_wan_2_2_is_refused(tmp_path):
     """Names and shapes are those of Wan 2.1."""
     tensors = original_checkpoints.convert_wan_transformer(TINY["wan"]().pipe.transformer)
     save_file(tensors, path := tmp_path / "wan2.2_t2v_A14B_High_Noise.safetensors")
-    with pytest.raises(ConfigError, match=r"high_noise.* Wan 2.2 A14B; give the folder of both"):
+    with pytest.raises(ConfigError, match=r"high_noise.* Wan 2.2 A14B; for low noise .*--dit_high_noise"):
         detect_model(str(path))
 
 

@@ -678,7 +678,7 @@ WRONG = {
     "fine.json": ('{"training_method": "FINE_TUNE", "model_type": "WUERSTCHEN_2"}', 'model_type = "WUERSTCHEN_2": not'),
     "dreambooth.json": ('{"model_list": "custom", "sdxl": true}', "no LoRA_type"),
     "slider.yaml": ("config: {process: [{type: slider}]}", 'process type = "slider"'),
-    "hunyuan.json": ('{"model_family": "hunyuanvideo", "model_type": "lora"}', 'model_family = "hunyuanvideo"'),
+    "speech.json": ('{"model_family": "wan_s2v", "model_type": "lora"}', 'model_family = "wan_s2v"'),
     "form.yaml": (
         "config: {process: [{type: sd_trainer, network: {type: lora}, model: {is_flux: true}, sample: {samples: [3]}}]}",
         "a value has another form than ai-toolkit writes",

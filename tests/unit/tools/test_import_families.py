@@ -106,6 +106,8 @@ MODELS = [
 def test_every_name_of_a_model_is_imported_as_its_family(trainer, name, family, tmp_path):
     flavours = FAMILY_FACTS[family].detection.trainer_names.simpletuner_flavours
     path = next(iter(flavours.values()), "owner/name")
+    if trainer == "diffusion_pipe" and family.startswith("wan22_"):  # told apart by the names of the files
+        path = f"Wan2.2-{family.removeprefix('wan22_')}-A14B/low_noise_model"
 
     result = import_content(*build_for(trainer, name, family, path))
 
@@ -417,3 +419,59 @@ def test_frames_of_ai_toolkit_become_windows_of_clips():
     images = import_content(content, *others)
     assert any("num_frames" in str(change) for change in images.untaken)
     assert "frame_count" not in images.prompts[0]
+
+
+@pytest.mark.parametrize(
+    ("trained", "expert"), [((True, True), None), ((False, True), "low_noise"), ((True, False), "high_noise")]
+)
+def test_the_trained_transformers_of_ai_toolkit_are_the_experts(trained, expert):
+    (content,) = build_for("ai_toolkit", "wan22_14b_i2v", "wan22_i2v", "owner/name")
+    (process,) = content["config"]["process"]
+    process["model"]["model_kwargs"] = dict(zip(("train_high_noise", "train_low_noise"), trained, strict=True))
+    result = import_content(content)
+    assert (result.family, result.options.get("noise_experts")) == ("wan22_i2v", expert)
+    assert not any("model_kwargs" in str(change) for change in result.untaken)
+    process["model"] = {"arch": "wan21", "name_or_path": "owner/name", "model_kwargs": {"train_low_noise": True}}
+    assert any("train_low_noise" in str(change) for change in import_content(content).untaken)
+
+
+@pytest.mark.parametrize(
+    ("paths", "family", "expert"),
+    [
+        ({"ckpt_path": "models/Wan2.1-I2V-14B-480P"}, "wan_i2v", None),
+        ({"ckpt_path": "models/Wan2.1-FLF2V-14B-720P"}, "wan_flf2v", None),
+        ({"ckpt_path": "m/Wan2.2-T2V-A14B", "transformer_path": "m/low_noise_model"}, "wan22_t2v", "low_noise"),
+        ({"ckpt_path": "m/Wan2.2-I2V-A14B", "transformer_path": "m/high_noise_model"}, "wan22_i2v", "high_noise"),
+    ],
+)
+def test_models_of_wan_are_told_apart_by_the_files_of_diffusion_pipe(paths, family, expert):
+    result = import_content(*build_diffusion_pipe("wan", **paths, min_t=0.0, max_t=0.875))
+    assert (result.family, result.options.get("noise_experts")) == (family, expert)
+    assert result.options["pretrained_model_name_or_path"] == paths.get("transformer_path", paths["ckpt_path"])
+    assert any("ckpt_path" in str(change) for change in result.untaken)
+    assert any("max_t" in str(change) for change in result.untaken)
+
+
+def test_files_of_hunyuan_video_in_diffusion_pipe_are_its_components():
+    files = {"vae_path": "vae", "llm_path": "llava", "clip_path": "clip"}
+    result = import_content(*build_diffusion_pipe("hunyuan-video", transformer_path="x.safetensors", **files))
+    names = ("pretrained_model_name_or_path", "vae", "text_encoder", "clip_l")
+    assert [result.options[name] for name in names] == ["x.safetensors", "vae", "llava", "clip"]
+    encoders = [{"paths": ["qwen.safetensors", "byt5.safetensors"], "type": "hunyuan_video_15"}]
+    other = import_content(*build_diffusion_pipe("hunyuan_video_15", diffusion_model="y", text_encoders=encoders))
+    assert [other.options[name] for name in ("text_encoder", "byt5")] == ["qwen.safetensors", "byt5.safetensors"]
+
+
+def test_the_given_first_frame_of_ai_toolkit_is_that_of_all_clips():
+    (content,) = build_for("ai_toolkit", "wan22_5b", "wan22_ti2v", "owner/name")
+    (process,) = content["config"]["process"]
+    clips = {"folder_path": "/data/clips", "num_frames": 41}
+    images = {"folder_path": "/data/images"}
+    for given, expected in ({}, True), ({"do_i2v": False}, False):
+        process["datasets"] = [{**clips, **given}, images]
+        result = import_content(content)
+        assert (result.family, result.options["image_to_video"]) == ("wan22_ti2v", expected)
+        assert not any("do_i2v" in str(change) for change in result.untaken)
+    process["datasets"] = [clips, {**clips, "do_i2v": False}]
+    result = import_content(content)
+    assert result.options["image_to_video"] and any("do_i2v" in str(change) for change in result.untaken)

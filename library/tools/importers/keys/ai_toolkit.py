@@ -97,9 +97,8 @@ TRAIN_RULES: Mapping[str, Rule] = {
     "reg_weight": Take("prior_loss_weight", 1.0, to_number),
     **define_harmless(_MEMORY, "xformers sdp attention_backend", False, "native"),
     **define_harmless("previews have no effect on training", "free_u force_first_sample show_turbo_outputs", False),
-    **define_harmless(
-        "for models that have it", "train_refiner refiner_lr embedding_lr adapter_lr switch_boundary_every"
-    ),
+    **define_harmless("for models that have it", "train_refiner refiner_lr embedding_lr adapter_lr"),
+    **define_harmless("of two transformers, each step draws the one that it trains", "switch_boundary_every", 1),
     **define_harmless("for diff_output_preservation", "diff_output_preservation_class", "", "person"),
     **define_harmless("for diff_output_preservation", "diff_output_preservation_multiplier", 1),
     **define_harmless("for blank_prompt_preservation", "blank_prompt_preservation_multiplier", 1),
@@ -157,7 +156,7 @@ MODEL_RULES: Mapping[str, Rule] = {
     **define_unsupported(
         _CHANGES,
         "use_flux_cfg attn_masking unet_path lora_path accuracy_recovery_adapter in_context experimental_xl"
-        " latent_space_version unet_sample_size ignore_if_contains only_if_contains quantize_kwargs model_kwargs"
+        " latent_space_version unet_sample_size ignore_if_contains only_if_contains quantize_kwargs"
         " model_paths",
     ),
     "use_text_encoder_1": Unsupported("both text encoders are used", (True, None)),

@@ -115,6 +115,12 @@ LAYER_PRESETS: Mapping[str, Mapping[str, tuple[tuple[str, ...], str]]] = {
         "blocks": ((), ""),
         "full": ((), "layers outside of the blocks get no adapter here"),
     },
+    "hunyuan_video": {
+        "attn-mlp": (("attn", "ff.net"), ""),
+        "attn-only": (("attn",), ""),
+        "blocks": ((), "the modulation layers of the blocks get no adapter here"),
+        "full": ((), "the modulation layers and those outside of the blocks get no adapter here"),
+    },
     "flux2_dev": {"blocks": ((), ""), "full": ((), "layers outside of the blocks get no adapter here")},
     "flux2_klein": {"blocks": ((), ""), "full": ((), "layers outside of the blocks get no adapter here")},
     "anima": {
