@@ -16,6 +16,8 @@ from typing import Any
 
 import psutil
 
+from ..atomic_files import replace_path
+
 SUPERVISOR_DIR = "LORIKEET_SUPERVISOR"
 """The environment variable with the directory that ``python -m library launch`` shares with training processes."""
 
@@ -118,7 +120,7 @@ def write_number(path: Path, number: int) -> None:
     with suppress(OSError):  # the supervisor and its directory are gone
         temporary = path.with_name(f".{path.name}-{os.getpid()}")
         temporary.write_text(str(number), "ascii")
-        temporary.replace(path)
+        replace_path(temporary, path)
 
 
 def read_number(path: Path) -> int | None:

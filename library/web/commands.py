@@ -66,6 +66,7 @@ class CommandRunner:
                 words += ["--config_file", str(Path(folder.name) / "run.toml")]
             root, own = str(TRAINING_SCRIPT.parent), os.environ.get("PYTHONPATH", "")
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, own]))}
+            environment["PYTHONUTF8"] = "1"  # what it prints into a file is in the code page of Windows otherwise
             environment[PROGRESS_FILE] = str(Path(folder.name) / PROGRESS_NAME)
             with (Path(folder.name) / "output").open("wb") as output:
                 process = subprocess.Popen(

@@ -155,6 +155,7 @@ class JobQueue:
     def _start(self, job: Job) -> None:
         root = str(TRAINING_SCRIPT.parent)
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+        environment["PYTHONUTF8"] = "1"  # what it prints into a file is in the code page of Windows otherwise
         try:
             with job.log_path.open("ab") as log:
                 process = subprocess.Popen(
@@ -168,7 +169,8 @@ class JobQueue:
         except OSError as error:
             with suppress(OSError):  # such as where its folder was
                 job.log_path.parent.mkdir(parents=True, exist_ok=True)
-                job.log_path.write_text(f"{error.filename or job.command[0]}: cannot be started: {error.strerror}\n")
+                cause = f"{error.filename or job.command[0]}: cannot be started: {error.strerror}\n"
+                job.log_path.write_text(cause, "utf-8")
             self._replace(job, status=FAILED)
             return
         self._processes[job.id] = process
