@@ -123,8 +123,8 @@ def synchronize(device: torch.device) -> None:
 def supports_bf16() -> bool:
     """Whether this machine computes bf16 without emulation; a machine without a GPU does, MPS from macOS 14 on."""
     if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return not torch.backends.mps.is_available() or torch.backends.mps.is_macos_or_newer(14, 0)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return not torch.backends.mps.is_available() or bool(torch.backends.mps.is_macos_or_newer(14, 0))
 
 
 def enable_deterministic_kernels() -> None:
@@ -146,7 +146,7 @@ def disable_cudnn_attention() -> None:
 
 def get_device_name(device: torch.device) -> str:
     """Return the product name of the device; empty for cpu."""
-    module = getattr(torch, device.type, None)
+    module: Any = getattr(torch, device.type, None)
     if device.type == "mps":  # which torch gives no name
         return f"GPU of {platform.processor() or platform.machine()} (Metal)"
     return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else ""
