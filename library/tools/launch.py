@@ -55,7 +55,8 @@ def run_launch(argv: Sequence[str]) -> tuple[str, int]:
     command = list(argv[1:]) if argv and argv[0] == "--" else list(argv)
     if not command:
         raise UserError(f"no launcher given\n{USAGE}")
-    with tempfile.TemporaryDirectory(prefix="lorikeet-") as folder:
+    # A training process may still write there when the launcher has ended, and Windows removes no open file.
+    with tempfile.TemporaryDirectory(prefix="lorikeet-", ignore_cleanup_errors=True) as folder:
         return "", Supervisor(Path(folder)).run(command)
 
 
