@@ -3,7 +3,6 @@
 import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,9 @@ MAX_NAME_BYTES = 255
 """The longest name of a file: in bytes on Linux and macOS, in UTF-16 units on Windows."""
 
 MAX_WINDOWS_PATH = 259
+MAX_SHOWN = 40
+"""The part of a long name that a message shows."""
+
 _ADDED_CHARACTERS = 64
 """What a run adds to its name at most: a dot, the step, the part, the process, the extension."""
 
@@ -30,7 +32,8 @@ _PATH_KEY = re.compile(r"(.*_)?(dir|directory|file|path|folder|image_dir|vae|dit
 def validate_output_name(name: str, output_dir: str, *, is_windows: bool = IS_WINDOWS) -> Iterator[Problem]:
     """Check that files of this name can be written: after hours of training it would be too late."""
     if problem := find_name_problem(name, is_windows=is_windows):
-        yield Problem("output_name", f"{name!r} {problem}", "give another name")
+        shown = repr(name) if len(name) < MAX_SHOWN else f"{name[:MAX_SHOWN]!r}..."
+        yield Problem("output_name", f"{shown} {problem}", "give another name")
         return
     longest = len(os.path.abspath(os.path.expanduser(output_dir))) + len("/sample/") + len(name) + _ADDED_CHARACTERS
     if is_windows and longest > MAX_WINDOWS_PATH and not has_long_paths():
@@ -100,7 +103,13 @@ def join_words(words: Sequence[str], *, is_windows: bool = IS_WINDOWS) -> str:
     """Quote words for the shell of the system; ``split_words`` reads them back."""
     if not is_windows:
         return shlex.join(words)
-    return " ".join(f"'{word}'" if '"' in word else subprocess.list2cmdline([word]) for word in words)
+    return " ".join(_quote_for_windows(word) for word in words)
+
+
+def _quote_for_windows(word: str) -> str:
+    if word and not re.search(r"[\s\"']", word):
+        return word
+    return "'\"'".join(f'"{part}"' for part in word.split('"'))
 
 
 def format_path(path: Path | str) -> str:

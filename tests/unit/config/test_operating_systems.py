@@ -129,7 +129,13 @@ def test_a_path_as_a_toml_value_is_read_back(text):
     assert tomllib.loads(f"a = {format_path(text)}")["a"] == text
 
 
-@given(st.lists(st.sampled_from([r"C:\new folder\a.safetensors", r"\\server\share", "a b", "x", "it's", "~", "50%"])))
+@given(
+    st.lists(
+        st.sampled_from(
+            [r"C:\new folder\a.safetensors", r"\\server\share", "a b", "x", "it's", "~", "50%", "", 'say "hi"', "'\""]
+        )
+    )
+)
 @pytest.mark.parametrize("is_windows", [True, False])
 def test_words_are_quoted_and_read_back_on_each_system(is_windows, words):
     assert split_words(join_words(words, is_windows=is_windows), is_windows=is_windows) == words
