@@ -230,7 +230,7 @@ def choose_index(pip: Sequence[str], hardware: Hardware, options: argparse.Names
     for build in builds:
         url = f"{TORCH_HOST}/{build}"
         asked = ask([*pip, "index", "versions", "torch", "--index-url", url, "--retries", "1", "--timeout", "15"], 90)
-        if asked and re.search(rf"\b{re.escape(version)}\b", asked):
+        if asked and re.search(rf"\b{re.escape(version)}\+{build}\b", asked):
             if build == "cpu" and hardware.device != "cpu":
                 print("torch:   no build for this driver: the CPU trains until the driver is updated")
             print(f"torch:   {version} for {build}")
@@ -240,8 +240,10 @@ def choose_index(pip: Sequence[str], hardware: Hardware, options: argparse.Names
 
 
 def build_torch_arguments(index: str | None, options: argparse.Namespace) -> list[str]:
-    """The arguments of pip that install torch; a build that is there already stays."""
+    """The arguments of pip that install torch; another build that is there already, such as cpu, is replaced."""
     version = f"torch=={options.torch or TESTED_TORCH}"
+    if index is not None and index.startswith(f"{TORCH_HOST}/") and "+" not in version:
+        version += f"+{index.rpartition('/')[2]}"
     upgrade = ["--upgrade"] if options.update else []
     return ["install", version, *upgrade, *(["--index-url", index] if index else [])]
 

@@ -103,7 +103,9 @@ def test_the_driver_and_the_gpu_decide_which_builds_of_torch_run(installer, prog
 
     assert f"NVIDIA X, driver 570.1, CUDA up to {cuda}" in printed
     assert f"the first of {builds} that" in printed
-    assert any(f"install torch=={installer.TESTED_TORCH} --index-url" in command for command in commands)
+    first = builds.partition(",")[0]
+    torch = f"torch=={installer.TESTED_TORCH}+{first} --index-url {installer.TORCH_HOST}/{first}"
+    assert any(torch in command for command in commands), "with its build, so that another one is replaced"
 
 
 @needs_scripts
@@ -141,7 +143,7 @@ def test_the_index_is_the_first_that_has_this_version(installer, monkeypatch):
     def ask(command, timeout=30):
         url = command[command.index("--index-url") + 1]
         asked.append(url.rpartition("/")[2])
-        return "torch (2.12.0)\nAvailable versions: 2.12.0" if "cu130" in url else f"torch\n {installer.TESTED_TORCH}+x"
+        return "torch (2.12.0)\nAvailable versions: 2.12.0" if "cu130" in url else f"{installer.TESTED_TORCH}+cu129"
 
     monkeypatch.setattr(installer, "ask", ask)
     monkeypatch.delenv("PIP_INDEX_URL", raising=False)
