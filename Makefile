@@ -6,13 +6,14 @@
 # make test       linter, types and the quick tests: before every commit
 # make test-slow  the other tests, and the types of code for Windows and macOS
 # make test-pairs today's slice of the runs in which every pair of settings is
+# make test-windows  the quick tests by the rules of Windows
 # make test-programs  those of benchmarks/
 # make test-all   all of them
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo demo-control demo-slider web test lint lint-platforms test-quick test-slow test-pairs test-programs test-all clean
+.PHONY: install demo demo-control demo-slider web test lint lint-platforms test-quick test-slow test-pairs test-windows test-programs test-all clean
 
 install: $(VENV)/installed
 
@@ -54,7 +55,7 @@ test: install
 lint lint-platforms: install
 	$(BIN)/python -m library test $@
 
-test-quick test-slow test-pairs test-programs: install
+test-quick test-slow test-pairs test-windows test-programs: install
 	$(BIN)/python -m library test $(patsubst test-%,%,$@)
 
 test-all: install

@@ -210,7 +210,7 @@ def record_device_memory() -> Iterator[list[float]]:
     def poll() -> None:
         while program and not ended.wait(POLL_SECONDS):
             command = [program, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-            text = subprocess.run(command, check=False, capture_output=True, text=True).stdout
+            text = subprocess.run(command, check=False, capture_output=True, encoding="utf-8").stdout
             readings.extend(float(line) * 2**20 for line in text.split() if line.isdigit())
 
     thread = threading.Thread(target=poll, daemon=True)

@@ -38,7 +38,7 @@ def start_python(
         [sys.executable, *arguments],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
         env={**os.environ, **(environment or {}), "PYTHONPATH": path},
     )
     assert process.stderr is not None

@@ -88,8 +88,8 @@ def write_pictures(directory: Path, count: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         image = Image.new("RGB", SIZES[number % len(SIZES)], (number % 256, number // 256 % 256, number // 65536))
         image.save(folder / f"{number:06}.png", compress_level=1)
-        (folder / f"{number:06}.txt").write_text(", ".join(draw.sample(TAGS, 4)))
-    (directory / "set.toml").write_text(DATASET)
+        (folder / f"{number:06}.txt").write_text(", ".join(draw.sample(TAGS, 4)), "utf-8")
+    (directory / "set.toml").write_text(DATASET, "utf-8")
 
 
 def write_runs(directory: Path, count: int) -> None:
@@ -104,7 +104,7 @@ def write_long_run(directory: Path, lines: int) -> None:
 def write_metrics(path: Path, lines: int) -> None:
     draw = random.Random(0)
     path.parent.mkdir(parents=True)
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         for step in range(1, lines + 1):
             loss = 0.1 + draw.random() / step**0.5
             values = {"step": step, "loss/current": loss, "loss/average": loss / 2, "lr/unet": 1e-4}
@@ -115,7 +115,7 @@ def write_metrics(path: Path, lines: int) -> None:
 def start_page(directory: Path) -> Iterator[str]:
     """Start the page on a folder; yield its address."""
     command = [sys.executable, "-m", "library", "web", "--root", str(directory), "--port", "0"]
-    server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, encoding="utf-8")
     try:
         assert server.stdout is not None
         match = re.search(r"http://\S+", server.stdout.readline())

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ FileEntry = Mapping[str, Any]
 """The size and the SHA-256 of a file."""
 
 _READ_CHUNK_BYTES = 2**24
+_IN_USE_SECONDS, _RETRY_SECONDS = 3.0, 0.05
 
 
 @contextmanager
@@ -19,10 +21,32 @@ def open_atomic_path(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.stem}-{os.getpid()}-{os.urandom(4).hex()}{path.suffix}")
     try:
         yield temporary
-        os.replace(temporary, path)
+        replace_path(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def replace_path(source: Path, target: Path) -> None:
+    """Give a file or folder its final name; a file that is there already is replaced.
+
+    Windows refuses it while another process, such as a reader of the target or a virus scanner, has one of them open,
+    which lasts a moment: it is tried again for some seconds.  A file that this process has open or mapped is refused
+    for as long.
+    """
+    deadline = time.monotonic() + _IN_USE_SECONDS
+    while True:
+        try:
+            return os.replace(source, target)
+        except PermissionError:
+            if not _refuses_files_in_use() or time.monotonic() > deadline:
+                raise
+        time.sleep(_RETRY_SECONDS)
+
+
+def _refuses_files_in_use() -> bool:
+    """Whether this system removes and renames no file that is open; elsewhere a refusal lasts."""
+    return os.name == "nt"
 
 
 def write_atomic(path: Path, data: bytes) -> None:

@@ -161,7 +161,7 @@ def _write_constraints(folder: Path, installed: Mapping[str, str]) -> list[str]:
 
 def _run_pip(*arguments: str) -> None:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    result = subprocess.run([*command, *arguments], check=False, capture_output=True, text=True)
+    result = subprocess.run([*command, *arguments], check=False, capture_output=True, encoding="utf-8")
     if result.returncode:
         lines = [line for line in result.stderr.splitlines() if line.startswith("ERROR: ")]
         raise UserError(f"pip {arguments[0]}: {' '.join(lines) or result.stderr.strip()}")

@@ -2,7 +2,9 @@
 
 import gc
 import logging
+import multiprocessing
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,7 @@ from hypothesis import settings  # noqa: E402 - it reads the environment that is
 settings.register_profile("house", deadline=None)  # the duration of an example depends on the machine
 settings.load_profile("house")
 
+OTHER_SYSTEMS = Path(__file__).parent / "support" / "other_systems"
 SLOW_FOLDERS = {"distributed", "invariance", "interop"}
 """Folders with complete training runs and multi-process tests; `make test` runs only those marked ``quick``."""
 
@@ -31,6 +34,33 @@ def pytest_addoption(parser):
     parser.addoption(
         "--slice", default="today", help="rows of tests/pairs: 3/8, all, or today (one slice after the other)"
     )
+    parser.addoption(
+        "--start_method",
+        choices=["fork", "forkserver", "spawn"],
+        help="how processes are started; Windows, macOS: spawn",
+    )
+    parser.addoption(
+        "--refuse_open_files",
+        action="store_true",
+        help="files that are open or mapped are not removed or replaced, as on Windows (needs Linux)",
+    )
+
+
+def pytest_configure(config):
+    """Set the rules of other systems, for this process and all that it starts."""
+    method, refuses = config.getoption("start_method"), config.getoption("refuse_open_files")
+    if method is None and not refuses:
+        return
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(OTHER_SYSTEMS), os.environ.get("PYTHONPATH")]))
+    if method is not None:
+        os.environ["TEST_START_METHOD"] = method
+        multiprocessing.set_start_method(method, force=True)
+    if refuses:
+        os.environ["TEST_REFUSE_OPEN_FILES"] = "1"
+        sys.path.append(str(OTHER_SYSTEMS))
+        import open_file_rules
+
+        open_file_rules.install()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -43,11 +43,14 @@ class InvalidAdapterFileError(UserError):
 
 
 def read_safetensors(path: Path, name: object = None) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read all tensors and the metadata of a safetensors file; messages call it ``name``, by default its path."""
+    """Read all tensors and the metadata of a safetensors file; messages call it ``name``, by default its path.
+
+    The tensors are copies: those of safetensors keep the file mapped, and Windows replaces no file that is.
+    """
     read_header(path, name)
     try:
         with safe_open(path, framework="pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}
+            return {key: file.get_tensor(key).clone() for key in file.keys()}, file.metadata() or {}
     except (SafetensorError, OSError) as error:
         raise InvalidAdapterFileError(f"{name or path}: cannot be read as safetensors: {error}") from None
 
@@ -70,7 +73,10 @@ def read_header(path: Path, name: object = None) -> FileHeader:
 
 
 def iter_tensors(path: Path, name: object = None) -> Iterator[tuple[str, Tensor]]:
-    """Read the tensors one by one; at most ``MAX_MAPPED_BYTES`` of the file are in memory."""
+    """Read the tensors one by one; at most ``MAX_MAPPED_BYTES`` of the file are in memory.
+
+    The file stays mapped for as long as a tensor is kept.
+    """
     groups: dict[int, list[str]] = {}
     for key, end in read_header(path, name).ends.items():
         groups.setdefault(end // MAX_MAPPED_BYTES, []).append(key)

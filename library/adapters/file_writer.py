@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..atomic_files import fsync_dir, fsync_file
+from ..atomic_files import fsync_dir, fsync_file, replace_path
 from ..errors import UserError
 from .component_key_names import ComponentKeys, find_wrapper_names
 from .file_reader import InvalidAdapterFileError, iter_tensors, read_adapter_file, read_header
@@ -59,7 +59,7 @@ def write_adapter_file(
         verify_adapter_file(part, tensors, metadata, is_trained, path)
         if check is not None:
             check(part)
-        os.replace(part, path)
+        replace_path(part, path)
         fsync_dir(path.parent)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: cannot be written: {error}") from error
@@ -87,13 +87,10 @@ def verify_adapter_file(
     Pass ``is_trained`` False for files that may have zero updates: before the first step, or of other programs.
     Messages call the file ``name``, by default its path.
     """
-    facts: dict[str, TensorFacts] = {}
     header = read_header(path, name)
     problems = [f"{key} is missing" for key in sorted(expected.keys() - header.ends.keys())]
-    for key, tensor in iter_tensors(path, name):
-        facts[key] = TensorFacts(tensor.to("meta"), bool(tensor.isfinite().all()), not bool(tensor.any()))
-        problems += _compare_tensor(key, tensor, expected.get(key))
-    problems += _find_invalid_tensors(facts, is_trained)
+    facts, differences = _compare_tensors(path, expected, name)
+    problems += [*differences, *_find_invalid_tensors(facts, is_trained)]
     if not problems and is_trained and not _has_nonzero_update(facts):
         problems.append("every lora_up or lora_B is zero: the LoRA does nothing")
     if header.metadata != metadata:
@@ -102,6 +99,17 @@ def verify_adapter_file(
     if problems:
         more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
         raise InvalidAdapterFileError(f"{name or path} failed its verification: {'; '.join(problems[:5])}{more}")
+
+
+def _compare_tensors(
+    path: Path, expected: Mapping[str, Tensor], name: Path | None
+) -> tuple[dict[str, "TensorFacts"], list[str]]:
+    """Compare the tensors of a file; afterwards it is no longer mapped, so that Windows can remove it."""
+    facts, problems = dict[str, TensorFacts](), list[str]()
+    for key, tensor in iter_tensors(path, name):
+        facts[key] = TensorFacts(tensor.to("meta"), bool(tensor.isfinite().all()), not bool(tensor.any()))
+        problems += _compare_tensor(key, tensor, expected.get(key))
+    return facts, problems
 
 
 def list_changing_layers(adapters: Mapping[str, ModuleAdapter]) -> frozenset[str]:

@@ -110,16 +110,31 @@ def find_orphan_files(store: CacheStore) -> list[Path]:
     return [path for path in orphans if not _is_recently_modified([path])]
 
 
-def prune_writer_files(store: CacheStore, files: WriterFiles) -> None:
-    """Copy the needed entries to new files, then delete the old ones; processes that have them open can go on."""
+def prune_writer_files(store: CacheStore, files: WriterFiles) -> list[Path]:
+    """Copy the needed entries to new files, then delete the old ones; return those that the system does not delete.
+
+    Processes that have them open can go on.  Windows deletes no file that another process has open or mapped; it is
+    an orphan then, which is deleted the next time.
+    """
     with CacheWriter(files.directory) as writer:
         for row in files.needed_rows.tolist():
             if store.is_intact(row):
                 key = get_key_bytes(store.entries["key"][row])
                 writer.put_serialized(key, store.read_blob(row).tobytes(), store.read_name(row))
+    store.close_shards(files.writer_id)
     index = get_index_path(files.directory, files.writer_id)
-    for path in (index, *(path for path in files.files if path != index)):
-        path.unlink(missing_ok=True)
+    return _delete_files((index, *(path for path in files.files if path != index)))
+
+
+def _delete_files(paths: Iterable[Path]) -> list[Path]:
+    """Delete files; return those that are in use elsewhere."""
+    kept = []
+    for path in paths:
+        try:
+            path.unlink(missing_ok=True)
+        except PermissionError:
+            kept.append(path)
+    return kept
 
 
 def _is_recently_modified(files: Iterable[Path]) -> bool:
@@ -258,10 +273,8 @@ def prune_caches(caches: RunCaches, *, is_confirmed: bool) -> tuple[str, int]:
         busy = [item for item in all_files if item.has_unneeded_entries and item.is_busy]
         lines += [f"{_format_unneeded(spec, item)}; kept, modified less than a minute ago" for item in busy]
         if is_confirmed:
-            for item in prunable:
-                prune_writer_files(store, item)
-            for path in orphans:
-                path.unlink(missing_ok=True)
+            kept = [path for item in prunable for path in prune_writer_files(store, item)] + _delete_files(orphans)
+            lines += [f"{path}: cannot be deleted, another process may use it; prune again later" for path in kept]
     if not lines:
         return "nothing to prune", 0
     if count:

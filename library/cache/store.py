@@ -122,6 +122,10 @@ class CacheStore:
         for row in np.unique(self.entries[["writer", "part"]], return_index=True)[1].tolist():
             self.read_blob(row)
 
+    def close_shards(self, writer: int) -> None:
+        """Unmap the shards of a writer, which Windows does not delete otherwise; blobs of them must not be used."""
+        self._mmaps = {shard: mapped for shard, mapped in self._mmaps.items() if shard[0] != writer}
+
     def get_directory(self, row: int) -> Path:
         """Return the cache directory of an entry."""
         return self._index_files[int(self.entries["writer"][row])].directory

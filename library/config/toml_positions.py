@@ -9,6 +9,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..problems import Place, Problem, report_file
 from .kohya_compat import RENAMED_OPTIONS, RawSetting
+from .operating_systems import find_escaped_paths
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -44,7 +45,7 @@ def read_toml_with_lines(path: Path) -> tuple[dict[str, Any], Mapping[KeyPath, i
     """Return the data of a TOML file, and the line of each key."""
     text = read_text_file(path)
     try:
-        return tomllib.loads(text), find_key_lines(text)
+        data, lines = tomllib.loads(text), find_key_lines(text)
     except tomllib.TOMLDecodeError as error:
         message = str(error)
         position = re.search(r" \(at line (\d+), column \d+\)", message)
@@ -55,6 +56,18 @@ def read_toml_with_lines(path: Path) -> tuple[dict[str, Any], Mapping[KeyPath, i
         reason = message.replace(position[0] if position else " (at end of document)", "")
         fix = _suggest_toml_fix(text.splitlines()[line - 1] if line <= len(text.splitlines()) else "")
         raise ConfigError([Problem("", f"not valid TOML: {reason}", fix, Place(str(path), line))]) from None
+    if problems := list(_report_escaped_paths(path, data, lines)):
+        raise ConfigError(problems)
+    return data, lines
+
+
+def _report_escaped_paths(path: Path, data: Mapping[str, Any], lines: Mapping[KeyPath, int]) -> Iterator[Problem]:
+    """Report paths of Windows that are valid TOML and mean something else, since the file they name does not exist."""
+    for keys, fix in find_escaped_paths(data):
+        name = next((key for key in reversed(keys) if isinstance(key, str)), "")
+        line = next((lines[keys[:end]] for end in range(len(keys), 0, -1) if keys[:end] in lines), None)
+        text = "a backslash in double quotes begins an escape, and no path has such characters"
+        yield Problem(name, text, fix, Place(str(path), line, key=name))
 
 
 def _build_error(path: Path, text: str, fix: str = "") -> ConfigError:

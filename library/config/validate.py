@@ -9,6 +9,7 @@ from pathlib import Path
 from ..errors import ConfigError
 from ..problems import Place, Problem
 from .network_args import get_adapter_type, parse_network_args
+from .operating_systems import validate_output_name
 from .options import ExplicitOptions
 from .schema import AdapterConfig, ModelConfig, RunConfig, TrainConfig
 from .schema_data import DataConfig
@@ -186,6 +187,8 @@ def validate_save_options(save: SaveConfig, adapter: AdapterConfig) -> Iterator[
         yield Problem("output_name", f"{name!r} is not a file name", "folders belong in output_dir")
     elif name.endswith(".safetensors"):
         yield Problem("output_name", "remove .safetensors", "the extension is added")
+    else:
+        yield from validate_output_name(name, save.output_dir)
     if save.save_format != "auto" and not parse_network_args(adapter.network_args)[1]:
         for problem in validate_save_format([get_adapter_type(adapter)], save.save_format):
             yield replace(problem, option="save_format", others=("network_module",))

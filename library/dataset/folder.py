@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
+from ..config.operating_systems import format_path
 from ..problems import Place, Problem, report_file
 from ..storage.remote_path import is_remote, prefetch_files
 from .caption_files import (
@@ -324,8 +325,8 @@ def _describe_content(folder: Path, tree: DirectoryTree) -> str:
             " num_repeats and class_tokens for each subfolder"
         )
     if below:
-        nested = str(folder / next(iter(below)))
-        return f"{description}; subfolders are not searched: set recursive = true, or image_dir = {nested!r}"
+        nested = format_path(folder / next(iter(below)))
+        return f"{description}; subfolders are not searched: set recursive = true, or image_dir = {nested}"
     for key, extension in (("parquet", ".parquet"), ("parquet", ".arrow"), ("webdataset", ".tar")):
         if kinds[extension]:
             return f"{description}; for {extension} files set {key} = {str(folder)!r} instead of image_dir"

@@ -1,4 +1,8 @@
-"""Measured memory of a device, or of this process on the CPU: the peak, and what is free."""
+"""Measured memory of a device, or of this process on the CPU: the peak, and what is free.
+
+CUDA, ROCm (whose devices are called ``cuda``) and XPU count the peak of each process.  MPS has no counter of the peak;
+what its driver holds is nearest to it, since the allocator keeps what it has.
+"""
 
 import sys
 
@@ -11,6 +15,8 @@ def get_peak_memory(device: torch.device) -> int:
     module = getattr(torch, device.type, None)
     if device.type != "cpu" and module is not None and hasattr(module, "max_memory_allocated"):
         return int(module.max_memory_allocated(device))
+    if device.type == "mps":
+        return int(torch.mps.driver_allocated_memory())
     info = psutil.Process().memory_info()
     return int(getattr(info, "peak_wset", 0) or _get_peak_resident() or info.rss)
 
@@ -29,6 +35,8 @@ def get_free_memory(device: torch.device) -> int:
     module = getattr(torch, device.type, None)
     if device.type != "cpu" and module is not None and hasattr(module, "mem_get_info"):
         return int(module.mem_get_info(device)[0])
+    if device.type == "mps":  # a part of the host's memory, of which Metal recommends a limit
+        return max(0, int(torch.mps.recommended_max_memory()) - int(torch.mps.driver_allocated_memory()))
     return int(psutil.virtual_memory().available)
 
 

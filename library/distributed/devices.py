@@ -6,6 +6,7 @@ Backend flags of torch are set here as well, those of ``--deterministic`` and of
 
 import importlib.util
 import os
+import platform
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -99,7 +100,11 @@ def get_compute_toolkit() -> str:
     """Return the toolkit that torch was built for."""
     if torch.version.hip:
         return f"ROCm {torch.version.hip}"
-    return f"CUDA {torch.version.cuda}" if torch.version.cuda else "none (a CPU build of torch)"
+    if torch.version.cuda:
+        return f"CUDA {torch.version.cuda}"
+    if xpu := getattr(torch.version, "xpu", None):
+        return f"oneAPI {xpu}"
+    return "Metal" if torch.backends.mps.is_built() else "none (a CPU build of torch)"
 
 
 def _read_text(path: Path) -> str:
@@ -116,8 +121,10 @@ def synchronize(device: torch.device) -> None:
 
 
 def supports_bf16() -> bool:
-    """Whether this machine computes bf16 without emulation; a machine without a GPU does."""
-    return not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
+    """Whether this machine computes bf16 without emulation; a machine without a GPU does, MPS from macOS 14 on."""
+    if torch.cuda.is_available():
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return not torch.backends.mps.is_available() or bool(torch.backends.mps.is_macos_or_newer(14, 0))
 
 
 def enable_deterministic_kernels() -> None:
@@ -139,8 +146,10 @@ def disable_cudnn_attention() -> None:
 
 def get_device_name(device: torch.device) -> str:
     """Return the product name of the device; empty for cpu."""
-    module = getattr(torch, device.type, None)
-    return "" if device.type == "cpu" or module is None else str(module.get_device_name(device))
+    module: Any = getattr(torch, device.type, None)
+    if device.type == "mps":  # which torch gives no name
+        return f"GPU of {platform.processor() or platform.machine()} (Metal)"
+    return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else ""
 
 
 MIXED_PRECISION_DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}

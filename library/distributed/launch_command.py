@@ -2,7 +2,6 @@
 
 import logging
 import os
-import shlex
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any, NoReturn
 
 import psutil
 
+from ..config.operating_systems import join_words
 from ..errors import ConfigError
 from ..problems import Problem
 
@@ -119,7 +119,7 @@ def format_multi_process_command(command: LaunchCommand, *, on_cpu: bool) -> str
     """Format the same training as a command for which accelerate starts several processes."""
     program = command.program if "-m" in command.program else ACCELERATE.split()
     flags = ["--multi_gpu", *(flag for flag in command.flags if flag not in ("--cpu", "--multi_gpu", "--multi-gpu"))]
-    line = shlex.join([*program, *flags, command.script, *command.script_args])
+    line = join_words([*program, *flags, command.script, *command.script_args])
     if not on_cpu:
         return line
     return f"set ACCELERATE_USE_CPU=true && {line}" if sys.platform == "win32" else f"ACCELERATE_USE_CPU=true {line}"

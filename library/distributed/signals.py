@@ -3,6 +3,9 @@
 Under ``python -m library launch`` (``tools/launch.py``), training processes register in a directory to get signals
 directly, and leave their exit code there.  ``Strategy.should_stop`` asks for them, ``training.resume`` saves the
 checkpoint (``Resume.save_and_exit``).
+
+Windows has no signals that one process sends to another: what is called so there ends it at once.  There the files of
+that directory are watched instead, and the one that ``STOP_FILE`` names.
 """
 
 import os
@@ -16,10 +19,16 @@ from typing import Any
 
 import psutil
 
+from ..atomic_files import replace_path
+
 SUPERVISOR_DIR = "LORIKEET_SUPERVISOR"
 """The environment variable with the directory that ``python -m library launch`` shares with training processes."""
 
 SIGNAL_FILE, EXIT_CODE_FILE, SUPERVISOR_FILE, PROCESS_PREFIX = "signal", "exit_code", "supervisor", "process-"
+STOP_FILE = "LORIKEET_STOP_FILE"
+"""The environment variable with the path of a file whose existence asks the run to stop; the web page makes it."""
+
+WATCH_SECONDS = 0.5
 DUPLICATE_SIGNAL_SECONDS = 3.0
 """Launchers forward signals that the process also gets itself; one that comes later is a second request."""
 
@@ -35,6 +44,7 @@ class StopSignals:
         """Whether there is, or was, training that can be stopped after a step."""
         self._received_at = 0.0
         self._previous_handlers: dict[int, Any] = {}
+        self._has_ended = threading.Event()
 
     def __enter__(self) -> "StopSignals":
         self.has_begun = True
@@ -44,11 +54,14 @@ class StopSignals:
             }
             if (number := register_process()) is not None and self.received is None:
                 self._handle_signal(number, None)
+        if not can_send_signals():
+            threading.Thread(target=self._watch_files, name="stop files", daemon=True).start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._has_ended.set()
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
@@ -58,6 +71,15 @@ class StopSignals:
             self.reason = reason
             self.received, self._received_at = number, time.monotonic()
 
+    def _watch_files(self) -> None:
+        """Wait for a file that asks to stop, where no signal can."""
+        while self.received is None:
+            if (number := find_stop_request()) is not None:
+                self.request_stop(number, "")
+                _announce_stop(number)
+            if self._has_ended.wait(WATCH_SECONDS):
+                return
+
     def ignore_sigterm(self) -> None:
         """Ignore SIGTERM, which launchers send when another rank has failed, while the error is reported."""
         if self._previous_handlers.pop(signal.SIGTERM, None) is not None:
@@ -66,16 +88,30 @@ class StopSignals:
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
             self.received, self._received_at = number, time.monotonic()
-            name = signal.Signals(number).name
-            # Not through logging, whose lock the interrupted code may hold.
-            seconds = f"{DUPLICATE_SIGNAL_SECONDS:g} s"
-            text = (
-                f"{name}: finishing this step, then saving a checkpoint; a second {name} after {seconds} stops at once"
-            )
-            os.write(2, f"\n{text}\n".encode())
+            _announce_stop(number)
         elif time.monotonic() - self._received_at > DUPLICATE_SIGNAL_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+def _announce_stop(number: int) -> None:
+    """Say what happens now; not through logging, whose lock the interrupted code may hold."""
+    name, seconds = signal.Signals(number).name, f"{DUPLICATE_SIGNAL_SECONDS:g} s"
+    text = f"{name}: finishing this step, then saving a checkpoint; a second {name} after {seconds} stops at once"
+    os.write(2, f"\n{text}\n".encode())
+
+
+def can_send_signals() -> bool:
+    """Whether a process can ask another one to stop by a signal; on Windows all but the console's end it at once."""
+    return os.name != "nt"
+
+
+def find_stop_request() -> int | None:
+    """Return the signal for which a file stands that asks this run to stop: of the supervisor, or of the web page."""
+    if (folder := os.environ.get(SUPERVISOR_DIR)) and (number := read_number(Path(folder) / SIGNAL_FILE)) is not None:
+        return number
+    path = os.environ.get(STOP_FILE)
+    return int(signal.SIGTERM) if path and Path(path).exists() else None
 
 
 def list_stop_signals() -> list[int]:
@@ -118,7 +154,7 @@ def write_number(path: Path, number: int) -> None:
     with suppress(OSError):  # the supervisor and its directory are gone
         temporary = path.with_name(f".{path.name}-{os.getpid()}")
         temporary.write_text(str(number), "ascii")
-        temporary.replace(path)
+        replace_path(temporary, path)
 
 
 def read_number(path: Path) -> int | None:

@@ -16,8 +16,12 @@ PHASE = "phase/"
 SYNCHRONIZE: ContextVar[Callable[[], None] | None] = ContextVar("synchronize", default=None)
 """Synchronizes the device; set by the profiler, so that a phase's time includes the device's work."""
 
-OOM_MESSAGES = ("_STATUS_ALLOC_FAILED", "CUDA error: out of memory", "HIP error: out of memory", "'out of memory'")
-"""Out-of-memory messages of libraries that bypass torch's allocator: BLAS, convolutions, kernels, NCCL."""
+OOM_MESSAGES = (
+    *("_STATUS_ALLOC_FAILED", "CUDA error: out of memory", "HIP error: out of memory", "'out of memory'"),
+    *("MPS backend out of memory", "Invalid buffer size", "UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY"),
+)
+"""Out-of-memory messages of libraries that bypass torch's allocator (BLAS, convolutions, kernels, NCCL), and of MPS and
+XPU, whose errors are plain ``RuntimeError``."""
 
 
 class OutOfMemory(Exception):

@@ -16,6 +16,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from ..atomic_files import replace_path
+
 logger = logging.getLogger(__name__)
 _CHECKSUM_BYTES = 4
 _FILL_AFTER_DELETING = 0.9
@@ -75,7 +77,7 @@ class BlockCache:
             with temporary.open("xb") as file:
                 file.write(data)
                 file.write(zlib.crc32(data).to_bytes(_CHECKSUM_BYTES, "little"))
-            os.replace(temporary, path)
+            replace_path(temporary, path)
             self.is_failing = False
         except OSError as error:
             with suppress(OSError):

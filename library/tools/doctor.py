@@ -169,8 +169,16 @@ def check_import_path() -> Finding:
     """Check that Python imports this package in every directory, and no other one of the same name."""
     name, ours, fix = f"package `{PACKAGE}`", ROOT / PACKAGE, "use a separate virtual environment"
     source = f"import {PACKAGE} as it; print(it.__file__ or list(it.__path__)[0])"
-    command = [sys.executable, "-c", source]
-    done = subprocess.run(command, cwd=tempfile.gettempdir(), capture_output=True, text=True, timeout=60, check=False)
+    command = [sys.executable, "-X", "utf8", "-c", source]  # it may print a path
+    done = subprocess.run(
+        command,
+        cwd=tempfile.gettempdir(),
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        timeout=60,
+        check=False,
+    )
     if done.returncode == 0 and Path(done.stdout.strip()).resolve() not in (ours / "__init__.py", ours):
         return Finding(
             name, f"in other directories, Python imports {done.stdout.strip()} instead of {ours}", False, fix

@@ -206,7 +206,7 @@ def check_driver(*, is_used: bool) -> Finding:
     """Compare the NVIDIA driver with what torch sees."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return Finding("driver", "none found", needed=False)
     version, fix = done.stdout.split()[0], "install the torch build for it: https://pytorch.org/get-started/locally"

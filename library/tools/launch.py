@@ -28,6 +28,7 @@ from ..distributed.signals import (
     SIGNAL_FILE,
     SUPERVISOR_DIR,
     SUPERVISOR_FILE,
+    can_send_signals,
     list_stop_signals,
     read_number,
     write_number,
@@ -54,7 +55,8 @@ def run_launch(argv: Sequence[str]) -> tuple[str, int]:
     command = list(argv[1:]) if argv and argv[0] == "--" else list(argv)
     if not command:
         raise UserError(f"no launcher given\n{USAGE}")
-    with tempfile.TemporaryDirectory(prefix="lorikeet-") as folder:
+    # A training process may still write there when the launcher has ended, and Windows removes no open file.
+    with tempfile.TemporaryDirectory(prefix="lorikeet-", ignore_cleanup_errors=True) as folder:
         return "", Supervisor(Path(folder)).run(command)
 
 
@@ -73,7 +75,9 @@ class Supervisor:
         with self._forwarding():
             try:
                 # In a session of its own it does not get the terminal's Ctrl-C a second time.
-                self.launcher = subprocess.Popen(command, env=environment, start_new_session=True)
+                # On Windows a process group does the same; its processes are asked to stop by a file.
+                flags = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)
+                self.launcher = subprocess.Popen(command, env=environment, start_new_session=True, creationflags=flags)
             except OSError as error:
                 raise UserError(f"{command[0]}: cannot be started: {error.strerror}") from None
             if hasattr(signal, "SIGUSR1"):
@@ -115,7 +119,7 @@ class Supervisor:
         if self.launcher is None:
             return
         processes = self._find_training_processes(self.launcher.pid)
-        for process in processes:
+        for process in processes if can_send_signals() else ():  # which otherwise have seen the file
             with suppress(psutil.Error):
                 process.send_signal(number)
         if not processes:  # nothing is trained yet that could be saved

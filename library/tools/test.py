@@ -34,6 +34,10 @@ SUITES: Mapping[str, tuple[str, Sequence[Sequence[Sequence[str]]]]] = {
         "today's slice of the runs in which every pair of settings is",
         ((("pytest", "tests/pairs", *_PYTEST[1:], "-m", "pairs"),),),
     ),
+    "windows": (
+        "the quick tests by the rules of Windows: processes are spawned, and no open file is replaced (on Linux)",
+        (((*_PYTEST, "--start_method", "spawn", "--refuse_open_files"),),),
+    ),
     "programs": ("the slow tests of benchmarks/", (((*_PYTEST, "-m", "programs"),),)),
 }
 """The name of a suite, what it is, and its commands: sequences of modules of Python that run side by side."""

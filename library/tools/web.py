@@ -1,6 +1,8 @@
 """``python -m library web``: serve the page of pictures, runs, new runs and LoRA files."""
 
 import socket
+import threading
+import webbrowser
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
@@ -30,6 +32,7 @@ class WebOptions:
         (), "additional host names under which the page is reached, such as that of a proxy"
     )
     session_hours: float = define_option(12.0, "hours until the token has to be given again", minimum=0.01, maximum=720)
+    open_browser: bool = define_option(False, "open the page in the browser of this machine, as scripts/start does")
     token: bool = define_option(False, "ask for a token also on 127.0.0.1, where other users have accounts")
 
 
@@ -67,7 +70,10 @@ def _serve(options: WebOptions) -> Generator[str, None, int]:
     app: Starlette = build_app(folders, sessions, HostNames.build(options.host, options.allow_host))
     with bind_listener(options.host, options.port) as listener:
         name = f"[{options.host}]" if ":" in options.host else options.host
-        yield f"open http://{name}:{listener.getsockname()[1]}/ in a browser; Ctrl-C ends the page, not its runs"
+        address = f"http://{name}:{listener.getsockname()[1]}/"
+        yield f"open {address} in a browser; Ctrl-C ends the page, not its runs"
+        if options.open_browser:  # in a thread, since some browsers return only when they are closed
+            threading.Thread(target=webbrowser.open, args=[address], name="browser", daemon=True).start()
         config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, lifespan="on")
         uvicorn.Server(config).run(sockets=[listener])
     return 0

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from ..atomic_files import FileEntry, compute_sha256, describe_file, fsync_dir, fsync_file
+from ..atomic_files import FileEntry, compute_sha256, describe_file, fsync_dir, fsync_file, replace_path
 
 CHECKPOINT_FORMAT_VERSION = 1
 TENSORS_FILE, METADATA_FILE, FILE_LIST = "tensors.safetensors", "state.json", "files.json"
@@ -103,8 +103,8 @@ def complete_checkpoint(
     fsync_dir(new)
     if path.exists():
         shutil.rmtree(old, ignore_errors=True)
-        path.rename(old)
-    new.rename(path)
+        replace_path(path, old)
+    replace_path(new, path)
     fsync_dir(path.parent)
     shutil.rmtree(old, ignore_errors=True)
 
@@ -139,7 +139,9 @@ def _upgrade_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
 def load_checkpoint_tensors(checkpoint: CheckpointInfo) -> dict[str, Tensor]:
     """Load the tensors of a checkpoint: weights, EMA and optimizer state, by their names in ``state.json``."""
     try:
-        return load_file(checkpoint.path / TENSORS_FILE)
+        with safe_open(checkpoint.path / TENSORS_FILE, framework="pt") as file:
+            # Copies: others keep the file mapped, and Windows then refuses to replace the checkpoint by the next one.
+            return {name: file.get_tensor(name).clone() for name in file.keys()}
     except SafetensorError as error:
         raise OSError(f"{checkpoint.path / TENSORS_FILE}: {error}") from error
 
@@ -185,7 +187,7 @@ def remove_leftover_files(output_dir: Path, name: str) -> None:
     )
     for path in [path for path in output_dir.iterdir() if pattern.fullmatch(path.name)]:
         if path.suffix == ".old" and not (target := path.with_name(path.name[1:].rsplit(".", 2)[0])).exists():
-            path.rename(target)  # killed when the folder had not yet been replaced by its successor
+            replace_path(path, target)  # killed when the folder had not yet been replaced by its successor
         elif path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:

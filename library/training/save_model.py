@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..adapters.component_key_names import clean_parameter_name
 from ..adapters.file_writer import SAVE_DTYPES
-from ..atomic_files import fsync_dir
+from ..atomic_files import fsync_dir, replace_path
 from ..config.schema_output import SaveConfig
 from ..dataloader.prepare import PreparedData
 from ..distributed.devices import HOST, MIXED_PRECISION_DTYPES
@@ -183,12 +183,12 @@ def _replace_folder(temporary: Path, path: Path) -> None:
     """Give the folder its name; an old folder of this name is removed only after the new one is complete."""
     old = path.with_name(f".{path.name}.{os.getpid()}.old")
     if path.exists():
-        os.replace(path, old)
+        replace_path(path, old)
     try:
-        os.replace(temporary, path)
+        replace_path(temporary, path)
     except OSError:
         if old.exists():
-            os.replace(old, path)
+            replace_path(old, path)
         raise
     fsync_dir(path.parent)
     shutil.rmtree(old, ignore_errors=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..adapters.file_writer import SAVE_DTYPES
-from ..atomic_files import fsync_dir
+from ..atomic_files import fsync_dir, replace_path
 from ..config.schema import RunConfig
 from ..config.schema_output import SaveConfig
 from ..dataloader.prepare import PreparedData
@@ -89,7 +89,7 @@ class SaveSingleFile(SaveWeights):
                     reserve_disk_space(path, sum(sizes), run)
                 write_safetensors(temporary, tensors, dtype, metadata, read_weight=read)
                 verify_safetensors(temporary, tensors, dtype, read)
-            os.replace(temporary, path)
+            replace_path(temporary, path)
             fsync_dir(path.parent)
         except OSError as error:
             raise UserError(report_file(path, f"cannot be written: {error.strerror or error}")) from error

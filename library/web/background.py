@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..atomic_files import replace_path
 from ..cli import run_tool
 from ..errors import UserError, format_error
 from ..log import PROGRESS_LISTENER
@@ -81,8 +82,8 @@ def run_watched_tool(argv: Sequence[str]) -> int:
         if time.monotonic() - written_at < REPORT_SECONDS:
             return
         written_at, temporary = time.monotonic(), path.with_suffix(".part")
-        temporary.write_text(json.dumps({"title": title, "completed": completed, "total": total}))
-        os.replace(temporary, path)
+        temporary.write_text(json.dumps({"title": title, "completed": completed, "total": total}), "utf-8")
+        replace_path(temporary, path)
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     PROGRESS_LISTENER.set(report)

@@ -59,13 +59,14 @@ class CommandRunner:
         with self._lock:
             if sum(command.process.poll() is None for command in self._commands.values()) >= MAX_RUNNING:
                 raise UserError(f"{MAX_RUNNING} commands are running already; wait for one or stop it")
-            folder = tempfile.TemporaryDirectory(prefix="lorikeet-web-")
+            folder = tempfile.TemporaryDirectory(prefix="lorikeet-web-", ignore_cleanup_errors=True)
             words = list(words)
             if settings is not None:
                 (Path(folder.name) / "run.toml").write_text(settings, "utf-8")
                 words += ["--config_file", str(Path(folder.name) / "run.toml")]
             root, own = str(TRAINING_SCRIPT.parent), os.environ.get("PYTHONPATH", "")
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, own]))}
+            environment["PYTHONUTF8"] = "1"  # what it prints into a file is in the code page of Windows otherwise
             environment[PROGRESS_FILE] = str(Path(folder.name) / PROGRESS_NAME)
             with (Path(folder.name) / "output").open("wb") as output:
                 process = subprocess.Popen(
@@ -76,6 +77,7 @@ class CommandRunner:
             while len(self._commands) > MAX_KEPT:
                 _, oldest = self._commands.popitem(last=False)
                 oldest.process.kill()
+                oldest.process.wait()  # Windows removes no file that it still has open
                 oldest.folder.cleanup()
             return name
 

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from ..atomic_files import write_atomic
+from ..distributed.signals import STOP_FILE, can_send_signals
 from ..errors import UserError
 from ..problems import report_file
 from ..training.output_lock import has_final_output
@@ -48,6 +49,11 @@ class Job:
     @property
     def log_path(self) -> Path:
         return Path(self.folder) / f"{self.name}.log"
+
+    @property
+    def stop_path(self) -> Path:
+        """The file that asks the run to stop where no signal can."""
+        return Path(self.folder) / f".{self.name}.stop"
 
     @property
     def is_active(self) -> bool:
@@ -119,8 +125,13 @@ class JobQueue:
             process = job.find_process()
             if process is None:
                 return job
-            with suppress(psutil.Error):
-                process.send_signal(signal.SIGTERM)
+            with suppress(psutil.Error, OSError):
+                if can_send_signals():
+                    process.send_signal(signal.SIGTERM)
+                elif job.status == RUNNING:
+                    job.stop_path.touch()
+                else:
+                    _kill_tree(process)
             return self._replace(job, status=STOPPING)
 
     def remove(self, job_id: str) -> None:
@@ -155,7 +166,10 @@ class JobQueue:
     def _start(self, job: Job) -> None:
         root = str(TRAINING_SCRIPT.parent)
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+        environment["PYTHONUTF8"] = "1"  # what it prints into a file is in the code page of Windows otherwise
+        environment[STOP_FILE] = str(job.stop_path)
         try:
+            job.stop_path.unlink(missing_ok=True)  # of an earlier run
             with job.log_path.open("ab") as log:
                 process = subprocess.Popen(
                     job.command,
@@ -168,7 +182,8 @@ class JobQueue:
         except OSError as error:
             with suppress(OSError):  # such as where its folder was
                 job.log_path.parent.mkdir(parents=True, exist_ok=True)
-                job.log_path.write_text(f"{error.filename or job.command[0]}: cannot be started: {error.strerror}\n")
+                cause = f"{error.filename or job.command[0]}: cannot be started: {error.strerror}\n"
+                job.log_path.write_text(cause, "utf-8")
             self._replace(job, status=FAILED)
             return
         self._processes[job.id] = process
@@ -182,6 +197,8 @@ class JobQueue:
         if process is None and job.find_process() is not None:
             return
         self._processes.pop(job.id, None)
+        with suppress(OSError):
+            job.stop_path.unlink(missing_ok=True)
         if job.status == STOPPING:
             status = STOPPED
         elif process is None:  # of an earlier page, which alone could have read its exit code
@@ -206,6 +223,14 @@ class JobQueue:
         rows: list[Mapping[str, Any]] = [asdict(job) for job in self.jobs]
         with suppress(OSError):
             write_atomic(self._path, json.dumps(rows, indent=1).encode())
+
+
+def _kill_tree(process: psutil.Process) -> None:
+    """End a process with all that it has started."""
+    for child in process.children(recursive=True):
+        with suppress(psutil.Error):
+            child.kill()
+    process.kill()
 
 
 def build_command(settings_file: Path, processes: int, precision: str, *, is_resumed: bool = False) -> list[str]:

@@ -1,6 +1,5 @@
 """Pages of new runs: the form, its checks while one types, plan and memory estimate."""
 
-import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ..config.operating_systems import join_words
 from ..config.types import MemorySize
 from ..errors import UserError
 from ..problems import report_file
@@ -59,7 +59,7 @@ def check_form(request: Request, body: Mapping[str, Any]) -> Response:
             "problems": form.export_problems(),
             "notices": list(form.notices),
             "toml": form.toml,
-            "command": shlex.join("python" if word == sys.executable else word for word in words),
+            "command": join_words(["python" if word == sys.executable else word for word in words]),
         }
     )
 

@@ -1,7 +1,6 @@
 """The form of a new run, generated from the schema of the options, and what its values mean."""
 
 import re
-import shlex
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from ..config.help import (
     format_needs,
     iter_option_groups,
 )
+from ..config.operating_systems import join_words, split_words
 from ..config.options import Option, flatten_config, iter_options
 from ..config.parser import ParsedConfig, parse_config
 from ..errors import UserError
@@ -140,7 +140,7 @@ def _split_words(value: Any) -> list[str]:
     if isinstance(value, list):
         return [str(word) for word in value]
     try:
-        return shlex.split(str(value))
+        return split_words(str(value))
     except ValueError:  # a quote that is not closed
         return str(value).split()
 
@@ -157,6 +157,6 @@ def export_values(settings: Mapping[str, Any]) -> dict[str, Any]:
     shown: dict[str, Any] = {}
     for name, value in settings.items():
         if name in options and options[name].is_in_form:
-            is_words = isinstance(value, (list, tuple))
-            shown[name] = value if isinstance(value, bool) else shlex.join(map(str, value)) if is_words else str(value)
+            words = [str(word) for word in value] if isinstance(value, (list, tuple)) else None
+            shown[name] = value if isinstance(value, bool) else str(value) if words is None else join_words(words)
     return shown

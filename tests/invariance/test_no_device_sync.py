@@ -4,9 +4,12 @@ Steps run on torch's device ``meta``, whose tensors have no data: ``item``, ``fl
 boolean masks fail.
 """
 
+import re
+import sys
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +26,7 @@ from library.training import loop
 from library.training.trainable_modules import get_trainable_parameters
 
 DEVICE = torch.device("meta")
+SITE_PACKAGES, PACKAGE = re.compile(r"site-packages.(diffusers|transformers)\b"), re.compile(r"[/\\]library[/\\]")
 MODELS = "random:sd1:tiny random:sdxl:tiny random:sd3:tiny random:flux:tiny random:z_image:tiny random:qwen_image:tiny".split()
 
 
@@ -39,6 +43,29 @@ class BlockingCopyDetector(TorchDispatchMode):
         else:
             return output
         assert is_non_blocking or source.device == target.device, f"the host waits for {function}"
+        return output
+
+
+class Float64Detector(TorchDispatchMode):
+    """Collects the places of this package that compute in float64 on the device, which MPS cannot.
+
+    diffusers and transformers look for MPS themselves, and take float64 on other devices.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.places = set()
+
+    def __torch_dispatch__(self, function, types, arguments=(), kwargs=None):
+        output = function(*arguments, **(kwargs or {}))
+        tensors = [each for each in tree_leaves(output) if isinstance(each, torch.Tensor)]
+        if any(each.device == DEVICE and each.dtype in (torch.float64, torch.complex128) for each in tensors):
+            frame = sys._getframe(1)
+            while frame is not None and not SITE_PACKAGES.search(frame.f_code.co_filename):
+                if PACKAGE.search(frame.f_code.co_filename):
+                    self.places.add(f"{frame.f_code.co_filename}:{frame.f_lineno}: {function}")
+                    break
+                frame = frame.f_back
         return output
 
 
@@ -88,6 +115,36 @@ def run_on_meta_device(tmp_path, *flags):
         run.bad_samples.sync_across_ranks = lambda strategy: None
         run.metric_logger.log_steps = lambda run, values: None
         yield run
+
+
+def find_float64_on_meta_device(model, folder, *options):
+    flags = ["--pretrained_model_name_or_path", model, "--resolution", "64", "--network_dim", "2", *options]
+    with run_on_meta_device(folder, *flags) as run, Float64Detector() as detector:
+        loop.train(run)
+    return sorted(detector.places)
+
+
+NOISE_OPTIONS = "--noise_offset 0.1 --multires_noise_iterations 3 --loss_type huber --min_snr_gamma 5".split()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_nothing_is_computed_in_float64_on_the_device(model, tmp_path):
+    """MPS has no float64: quantiles and schedules are computed on the host."""
+    options = NOISE_OPTIONS if "sd1" in model else []
+    assert run_on_ranks(1, find_float64_on_meta_device, model, tmp_path, *options) == [[]]
+
+
+def double_on_the_device():
+    with Float64Detector() as detector:
+        metrics_double = compile("tensor.double()", str(Path(loop.__file__)), "eval")
+        eval(metrics_double, {"tensor": torch.zeros(2, device=DEVICE)})
+    return detector.places
+
+
+def test_float64_of_this_package_is_found():
+    (place,) = double_on_the_device()
+
+    assert "loop.py:1" in place
 
 
 def train_on_meta_device(model, folder, *options):

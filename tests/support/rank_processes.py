@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
-CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT = multiprocessing.get_context(os.environ.get("TEST_START_METHOD", "forkserver"))
 CONTEXT.set_forkserver_preload(
     ["tests.support.warm_server"]
 )  # needs the repository root as working directory; without it tests are only slower

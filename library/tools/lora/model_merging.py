@@ -14,7 +14,7 @@ from torch import Tensor
 from ...adapters.file_writer import SAVE_DTYPES
 from ...adapters.merge import compute_delta_weight, compute_merged_weight, merge_bias_adapter
 from ...adapters.module_adapter import BIAS, INPUT_MAGNITUDE, ModuleAdapter
-from ...atomic_files import fsync_dir
+from ...atomic_files import fsync_dir, replace_path
 from ...errors import FileError, UserError
 from ...log import ProgressBar
 from ...models.component_files import TensorEntry, write_tensor_stream
@@ -297,9 +297,9 @@ def _replace(temporary: Path, output: Path) -> None:
     """Give the result its name; an old folder is removed only after the new one is complete."""
     if output.is_dir():
         old = output.with_name(f".{output.name}.{os.getpid()}.old")
-        os.replace(output, old)
-        os.replace(temporary, output)
+        replace_path(output, old)
+        replace_path(temporary, output)
         shutil.rmtree(old)
     else:
-        os.replace(temporary, output)
+        replace_path(temporary, output)
     fsync_dir(output.parent)
