@@ -62,13 +62,13 @@ def compute_natural_nearness(training: Array, validation: Array | None) -> float
 def compute_copying(pictures: Array, training: Array, natural_nearness: float) -> Array:
     """Compute for each picture how near it is to a single training picture, beyond what real pictures are.
 
-    0 is the natural nearness, 1 a picture that is equal to a training picture; NaN if real pictures are equal, too.
+    0 is the natural nearness or less, 1 a picture that is equal to a training picture; NaN if real pictures are equal.
     """
     nearest = compute_nearest_similarity(pictures, training)
     room = 1 - natural_nearness
     if not room > 1e-9:
         return np.full_like(nearest, np.nan)
-    copying: Array = (nearest - natural_nearness) / room
+    copying: Array = np.maximum(nearest - natural_nearness, 0) / room
     return copying
 
 

@@ -110,9 +110,7 @@ class Resampler:
         """Estimate one statistic of the pictures of a group of captions."""
         return self.estimate_sum([(1.0, statistic, group)], confidence)
 
-    def estimate_sum(
-        self, terms: Sequence[tuple[float, Statistic, str]], confidence: float = CONFIDENCE
-    ) -> Estimate:
+    def estimate_sum(self, terms: Sequence[tuple[float, Statistic, str]], confidence: float = CONFIDENCE) -> Estimate:
         """Estimate a weighted sum of statistics, each with its group; a difference has the weights 1 and -1."""
         value = float(sum(weight * each.compute(_list_all_seeds(each.shape))[0] for weight, each, _ in terms))
         num_seeds = min(each.shape[1] for _, each, _ in terms)

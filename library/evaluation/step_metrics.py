@@ -117,7 +117,10 @@ def _build_subject_statistics(
         NEAREST: MetricStatistic(MeanStatistic(compute_nearest_similarity(on, reference.training)), key),
         DIVERSITY: MetricStatistic(PairStatistic(compute_seed_distances(on)), key),
     }
-    places = ((TRAINING, TRAINING_SIMILARITY, reference.training), (VALIDATION, VALIDATION_SIMILARITY, reference.validation))
+    places = (
+        (TRAINING, TRAINING_SIMILARITY, reference.training),
+        (VALIDATION, VALIDATION_SIMILARITY, reference.validation),
+    )
     for group, name, real in places:
         if group in pictures.pictures and real is not None:
             similarity = compute_mean_similarity(pictures.pictures[group], real)
@@ -131,9 +134,7 @@ def _build_likeness(on: Array, off: Array, reference: Reference) -> ShareStatist
     return ShareStatistic(*similarities, ceiling=reference.real_likeness)
 
 
-def _build_text_statistics(
-    pictures: PictureSet, reference: Reference, groups: list[str]
-) -> dict[str, MetricStatistic]:
+def _build_text_statistics(pictures: PictureSet, reference: Reference, groups: list[str]) -> dict[str, MetricStatistic]:
     texts, base, found = pictures.texts, reference.base.texts, dict[str, MetricStatistic]()
     if groups and all(group in texts for group in groups):
         values = np.concatenate([texts[group] for group in groups])
@@ -169,5 +170,3 @@ class StepMetrics:
     def estimate_all(self, resampler: Resampler) -> dict[str, Estimate]:
         """Estimate every metric with its confidence interval."""
         return {name: resampler.estimate(each.statistic, each.group) for name, each in self.statistics.items()}
-
-

@@ -21,7 +21,7 @@ class JudgedStep:
 
     metrics: StepMetrics
     balance: Estimate
-    """Likeness, minus copying and drift above 0: what the steps are ordered by."""
+    """Likeness minus copying minus drift, by which steps are ordered."""
     has_likeness: bool
     has_copying: bool
     has_drift: bool

@@ -106,7 +106,9 @@ def read_initial_weights(
     )
 
 
-def _load_layer_names(family: Family, detected: DetectedModel) -> tuple[Any, list[ComponentKeys], Mapping[str, Sequence[int]]]:
+def _load_layer_names(
+    family: Family, detected: DetectedModel
+) -> tuple[Any, list[ComponentKeys], Mapping[str, Sequence[int]]]:
     """Load the components that adapters change on the meta device: with their key names and the shapes of layers."""
     names = (family.facts.denoiser_name, *family.facts.lora.text_encoders)
     pipe = load_components_on_meta(detected, names)
