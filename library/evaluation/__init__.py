@@ -1,1 +1,1 @@
-"""How good LoRA files are: pictures, their embeddings, metrics with confidence intervals, and which step is the best."""
+"""How good LoRA files are: pictures, metrics of their embeddings with confidence intervals, and the best step."""

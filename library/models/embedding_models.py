@@ -51,7 +51,7 @@ class EmbeddingModel:
 
     @torch.no_grad()
     def embed_pictures(self, images: "Sequence[Image]") -> NDArray[np.float64]:
-        """Compute one embedding for each picture: the projected one of CLIP and SigLIP, else that of the class token."""
+        """Compute one embedding for each picture: that of CLIP and SigLIP, else of the class token."""
         rows = []
         for start in range(0, len(images), BATCH_SIZE):
             batch = [image.convert("RGB") for image in images[start : start + BATCH_SIZE]]

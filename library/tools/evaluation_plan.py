@@ -193,7 +193,7 @@ def _load_own_prompts(kind: str, value: str | None, problems: list[Problem]) -> 
 
 
 def _validate_prompt_sets(prompts: Mapping[str, tuple[Prompt, ...]]) -> Iterator[Problem]:
-    for kind, own in prompts.items():
+    for own in prompts.values():
         for prompt in own:
             if prompt.seed is not None:
                 text = "the pictures of a caption have several seeds"
@@ -256,7 +256,7 @@ def _build_sets(
     subject = options.subject or find_subject(list_training_captions(prepared))
     named = [prompt.text for prompt in prompts[UNRELATED] if contains_subject(prompt.text, subject)]
     if named:
-        fix = "drift is measured on captions without it"
+        fix = "drift is measured without it"
         raise ConfigError(
             Problem("unrelated_prompts", f"{text!r} names the subject {subject!r}", fix) for text in named
         )
