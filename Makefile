@@ -1,6 +1,7 @@
 # make install    the environment in .venv
 # make demo       train a LoRA on the built-in model
 # make demo-control  train control by a condition image on it
+# make demo-evaluate  train three LoRAs on it, too short, right and too long, and have the right one named
 # make web        the page in the browser
 # make test       linter, types and the quick tests: before every commit
 # make test-slow  the other tests, and the types of code for Windows and macOS
@@ -13,7 +14,7 @@ BIN := $(VENV)/bin
 # Some containers set it; without cached bytecode each of the many processes of the tests compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo demo-control web test lint lint-platforms test-quick test-slow test-pairs test-programs test-all clean
+.PHONY: install demo demo-control demo-evaluate web test lint lint-platforms test-quick test-slow test-pairs test-programs test-all clean
 
 install: $(VENV)/installed
 
@@ -45,6 +46,15 @@ demo-control: install
 	@echo
 	@echo "Open output/demo_control/conditions.png: the conditions, the model before, and with the LoRA."
 	@echo "What this is, and the same for FLUX.1: docs/control.md"
+
+demo-evaluate: install
+	@for run in "short 40 20" "right 300 100" "long 1500 300"; do set -- $$run; \
+	  $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
+	    train_lora.py --config_file dataset_configs/demo_evaluate_run.toml --overwrite \
+	    --output_name $$1 --max_train_steps $$2 --save_every_n_steps $$3 --validate_every_n_steps $$3 || exit 1; done
+	$(BIN)/python -m library evaluate output/demo_evaluate --evaluation_dir output/demo_evaluate/evaluation
+	@echo
+	@echo "Open output/demo_evaluate/evaluation/evaluation.png. What the numbers mean: docs/evaluate.md"
 
 web: install
 	$(BIN)/python -m library web
