@@ -96,4 +96,5 @@ def _count_in_cells(codes: NDArray[np.int64], weights: Array, num_codes: int) ->
     """Sum the weights of each code in each cell of the grid."""
     cells = np.arange(SIDE) * GRID // SIDE
     places = (cells[:, None] * GRID + cells[None, :]) * num_codes + codes
-    return np.bincount(places.ravel(), weights.ravel(), GRID * GRID * num_codes)
+    sums: Array = np.bincount(places.ravel(), weights.ravel(), GRID * GRID * num_codes).astype(np.float64)
+    return sums

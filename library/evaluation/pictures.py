@@ -13,6 +13,7 @@ from ..dataloader.batch import Cond, map_cond_tensors
 from ..dataloader.images import BadSample, CropParams, load_sample_pixels
 from ..dataloader.prepare import PreparedData
 from ..dataloader.sample_prompts import Prompt
+from ..distributed.devices import HOST
 from ..errors import FileError
 from ..models.base import Family
 from ..problems import Problem
@@ -24,6 +25,9 @@ MAX_REFERENCES = 64
 
 PictureRows = list[list[Image.Image]]
 """The pictures of a group: a row for each caption, with a picture for each seed."""
+
+EncodedCaption = tuple[Cond, Cond]
+"""The conditioning of a caption and of its negative prompt."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +41,19 @@ class PictureGenerator:
     num_seeds: int
     seed: int = 0
 
-    def generate_set(self, captions: CaptionSet) -> Iterator[list[Image.Image]]:
+    def encode_set(self, captions: CaptionSet) -> list[EncodedCaption]:
+        """Encode all captions of a kind, with the text encoders on the device only for that time."""
+        encoders = [getattr(self.pipe, name) for name in self.family.facts.text.components]
+        with self._move_all(encoders):
+            return [self._encode(prompt) for prompt in captions.prompts]
+
+    def generate_set(self, captions: CaptionSet, encoded: Sequence[EncodedCaption]) -> Iterator[list[Image.Image]]:
         """Generate the pictures of each caption, one for each seed.
 
         The noise is a function of kind, number of the caption and seed: so it is the same for each LoRA file.
         """
-        for index, prompt in enumerate(captions.prompts):
-            cond, negative = self._encode(prompt)
+        for index, (prompt, texts) in enumerate(zip(captions.prompts, encoded, strict=True)):
+            cond, negative = (map_cond_tensors(each, lambda tensor: tensor.to(self.device)) for each in texts)
             yield [
                 self._generate(prompt, cond, negative, self._derive_seed(captions.group, index, number))
                 for number in range(self.num_seeds)
@@ -53,16 +63,15 @@ class PictureGenerator:
         return derive_seed(self.seed, f"{Purpose.EVALUATION_PICTURE}/{group}", index, number) % 2**32
 
     @torch.no_grad()
-    def _encode(self, prompt: Prompt) -> tuple[Cond, Cond]:
-        """Encode caption and negative prompt, with the text encoders on the device only for that time."""
+    def _encode(self, prompt: Prompt) -> EncodedCaption:
+        """Encode caption and negative prompt; the result waits in host memory."""
         family, pipe = self.family, self.pipe
         encode_negative = family.encode_prompts
         if family.facts.text.has_negative_encoding:
             encode_negative = family.encode_negative_prompts
-        encoders = [getattr(pipe, name) for name in family.facts.text.components]
-        with self._move_all(encoders), self._autocast():
+        with self._autocast():
             found = family.encode_prompts(pipe, [prompt.text]), encode_negative(pipe, [prompt.negative_prompt])
-        cond, negative = (map_cond_tensors(each, lambda tensor: tensor.to(self.device)) for each in found)
+        cond, negative = (map_cond_tensors(each, lambda tensor: tensor.to(HOST)) for each in found)
         return cond, negative
 
     @torch.no_grad()

@@ -130,8 +130,8 @@ def _build_subject_statistics(
 
 def _build_likeness(on: Array, off: Array, reference: Reference) -> ShareStatistic:
     real = reference.real_pictures
-    similarities = (compute_mean_similarity(each, real) for each in (on, off))
-    return ShareStatistic(*similarities, ceiling=reference.real_likeness)
+    similarity, base = (compute_mean_similarity(each, real) for each in (on, off))
+    return ShareStatistic(similarity, base, reference.real_likeness)
 
 
 def _build_text_statistics(pictures: PictureSet, reference: Reference, groups: list[str]) -> dict[str, MetricStatistic]:
