@@ -80,7 +80,7 @@ class Verdict:
             missing = [name for name, has in _list_reasons(best) if has]
             text = f"no step is good; the best is {best.name}, but {' and '.join(missing)}"
         else:
-            text = f"best is {best.name}: likeness has come, copying and drift have not"
+            text = f"best is {best.name}: likeness has come, {_describe_absent(best)}"
         if alternatives:
             text += "; " + "; ".join(map(str, self.comparisons))
         return text[0].upper() + text[1:] + "."
@@ -142,6 +142,15 @@ def _find_best(steps: Sequence[JudgedStep]) -> JudgedStep:
 def _estimate(step: StepMetrics, name: str, resampler: Resampler) -> Estimate | None:
     found = step.statistics.get(name)
     return None if found is None else resampler.estimate(found.statistic, found.group)
+
+
+def _describe_absent(step: JudgedStep) -> str:
+    """Say which of copying and drift have not come, and which are not known."""
+    known = [name for name in (COPYING, DRIFT) if name in step.metrics.statistics]
+    unknown = [name for name in (COPYING, DRIFT) if name not in known]
+    parts = [f"{' and '.join(known)} {'have' if len(known) > 1 else 'has'} not"] if known else []
+    parts += [f"{' and '.join(unknown)} {'were' if len(unknown) > 1 else 'was'} not measured"] if unknown else []
+    return ", ".join(parts)
 
 
 def _list_reasons(step: JudgedStep) -> list[tuple[str, bool]]:

@@ -42,7 +42,7 @@ class EvaluateOptions:
         None,
         "folder or hub id of a CLIP or SigLIP model for prompt following; default: image_model, if it reads texts",
     )
-    num_captions: int = define_option(4, "captions of each kind", minimum=1)
+    num_captions: int = define_option(4, "captions of each kind", minimum=2)
     num_seeds: int = define_option(4, "pictures of each caption; one gives no confidence intervals", minimum=1)
     evaluation_seed: int = define_option(0, "seed of the noise of all pictures", minimum=0)
     subject: str | None = define_option(

@@ -71,3 +71,13 @@ def test_the_table_marks_the_best_and_the_json_has_all_intervals():
     assert exported["best"] == {"run": "right", "step": 300}
     right = exported["steps"][1]["metrics"][LIKENESS]
     assert right["low"] < right["value"] < right["high"]
+
+
+def test_what_was_not_measured_is_not_said_to_have_not_come():
+    statistics = {name: each for name, each in RIGHT.statistics.items() if name != DRIFT}
+    verdict = judge_steps([StepMetrics("right", 300, "right.safetensors", statistics)], RESAMPLER)
+
+    assert verdict.format_sentence() == (
+        "Best is right step 300: likeness has come, copying has not, drift was not measured."
+    )
+    assert verdict.best.describe() == "likeness, no copying"
