@@ -8,10 +8,10 @@ from PIL import Image, ImageDraw, ImageOps
 
 from ..dataloader.contact_sheet_text import TextRenderer
 from .caption_sets import COMPOSING, TRAINING, UNRELATED, VALIDATION, CaptionSet
+from .file_metrics import COPYING, DRIFT, LIKENESS
 from .pictures import PictureRows
 from .seed_bootstrap import Estimate, Resampler
-from .step_metrics import COPYING, DRIFT, LIKENESS
-from .verdict import MAX_COPYING, MAX_DRIFT, MIN_LIKENESS, JudgedStep, Verdict
+from .verdict import MAX_COPYING, MAX_DRIFT, MIN_LIKENESS, EvaluationVerdict, JudgedStep
 
 WIDTH, MARGIN, GAP = 1240, 24, 18
 PANEL_HEIGHT, AXIS_WIDTH, AXIS_HEIGHT = 230, 44, 24
@@ -55,7 +55,7 @@ class _Panel:
     limit: float | None = None
 
 
-def draw_result(verdict: Verdict, resampler: Resampler, examples: ExamplePictures) -> Image.Image:
+def draw_result(verdict: EvaluationVerdict, resampler: Resampler, examples: ExamplePictures) -> Image.Image:
     """Draw the sentence, the charts and the example pictures."""
     panels = _build_panels(verdict, resampler)
     canvas = Image.new("RGB", (WIDTH, 4000), PAPER)
@@ -74,7 +74,7 @@ def draw_result(verdict: Verdict, resampler: Resampler, examples: ExamplePicture
     return canvas.crop((0, 0, WIDTH, top + MARGIN))
 
 
-def _build_panels(verdict: Verdict, resampler: Resampler) -> list[_Panel]:
+def _build_panels(verdict: EvaluationVerdict, resampler: Resampler) -> list[_Panel]:
     def collect(read: Callable[[JudgedStep], Estimate | None]) -> dict[str, list[_Point]]:
         curves: dict[str, list[_Point]] = {}
         for step in verdict.steps:
@@ -203,7 +203,7 @@ def _scale_values(
     return map_y, ticks
 
 
-def _choose_columns(verdict: Verdict) -> list[int]:
+def _choose_columns(verdict: EvaluationVerdict) -> list[int]:
     """Choose the steps whose pictures are shown: the best of each run, and evenly spaced others, in their order."""
     chosen = [index for index, step in enumerate(verdict.steps) if step in verdict.best_by_run.values()]
     others = [index for index in range(len(verdict.steps)) if index not in chosen]
@@ -251,7 +251,7 @@ def _draw_examples(
 
 
 def _list_columns(
-    verdict: Verdict, examples: ExamplePictures
+    verdict: EvaluationVerdict, examples: ExamplePictures
 ) -> list[tuple[str, Callable[[str, int], Image.Image | None]]]:
     """List what the rows show: a training picture, the base model, and the chosen steps, all with the first seed."""
 

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from .seed_bootstrap import Estimate, Resampler
-from .step_metrics import (
+from .file_metrics import (
     COMPOSED_FOLLOWING,
     COMPOSED_LIKENESS,
     COPYING,
@@ -14,13 +13,14 @@ from .step_metrics import (
     LIKENESS,
     METRICS,
 )
-from .verdict import JudgedStep, Verdict
+from .seed_bootstrap import Estimate, Resampler
+from .verdict import EvaluationVerdict, JudgedStep
 
 COLUMNS = (LIKENESS, COPYING, DRIFT, COMPOSED_LIKENESS, FOLLOWING, COMPOSED_FOLLOWING, DIVERSITY)
 """The metrics of the table; the JSON has all of them."""
 
 
-def format_table(verdict: Verdict, resampler: Resampler) -> list[str]:
+def format_table(verdict: EvaluationVerdict, resampler: Resampler) -> list[str]:
     """Format a line for each step, with confidence intervals of 95 % in brackets; an asterisk marks the best."""
     names = [name for name in COLUMNS if any(name in each.metrics.statistics for each in verdict.steps)]
     has_loss = any(each.metrics.validation_loss is not None for each in verdict.steps)
@@ -46,7 +46,7 @@ def format_estimate(estimate: Estimate | None) -> str:
     return f"{estimate.value:.2f} ({estimate.low:.2f} to {estimate.high:.2f})"
 
 
-def export_verdict(verdict: Verdict, resampler: Resampler, settings: dict[str, Any]) -> dict[str, Any]:
+def export_verdict(verdict: EvaluationVerdict, resampler: Resampler, settings: dict[str, Any]) -> dict[str, Any]:
     """Export everything as plain data."""
     return {
         "verdict": verdict.format_sentence(),
@@ -90,6 +90,6 @@ def _export_estimate(estimate: Estimate) -> dict[str, float | None]:
     return {"value": estimate.value, "low": estimate.low, "high": estimate.high}
 
 
-def list_missing_metrics(verdict: Verdict) -> Sequence[str]:
+def list_missing_metrics(verdict: EvaluationVerdict) -> Sequence[str]:
     """List the metrics that no step has."""
     return [name for name in METRICS if not any(name in each.metrics.statistics for each in verdict.steps)]

@@ -7,8 +7,8 @@ evaluated files and more than half of the way to real pictures; copying and drif
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .file_metrics import COPYING, DRIFT, LIKENESS, FileMetrics
 from .seed_bootstrap import CONFIDENCE, Estimate, Resampler
-from .step_metrics import COPYING, DRIFT, LIKENESS, StepMetrics
 
 MIN_LIKENESS, SHARE_OF_BEST_LIKENESS = 0.5, 0.85
 MAX_COPYING, MAX_DRIFT = 0.6, 0.25
@@ -19,7 +19,7 @@ _SIGNS = {LIKENESS: 1.0, COPYING: -1.0, DRIFT: -1.0}
 class JudgedStep:
     """A LoRA file with what has come at its step."""
 
-    metrics: StepMetrics
+    metrics: FileMetrics
     balance: Estimate
     """Likeness minus copying minus drift, by which steps are ordered."""
     has_likeness: bool
@@ -64,7 +64,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class EvaluationVerdict:
     """The result of an evaluation."""
 
     steps: tuple[JudgedStep, ...]
@@ -86,7 +86,7 @@ class Verdict:
         return text[0].upper() + text[1:] + "."
 
 
-def judge_steps(steps: Sequence[StepMetrics], resampler: Resampler) -> Verdict:
+def judge_steps(steps: Sequence[FileMetrics], resampler: Resampler) -> EvaluationVerdict:
     """Judge all steps of all runs, and compare the best step of each run."""
     likeness = {id(each): _estimate(each, LIKENESS, resampler) for each in steps}
     best_likeness = max((found.value for found in likeness.values() if found is not None), default=0.0)
@@ -101,7 +101,7 @@ def judge_steps(steps: Sequence[StepMetrics], resampler: Resampler) -> Verdict:
     confidence = 1 - (1 - CONFIDENCE) / max(1, len(others))
     comparisons = [Comparison(best, each, compare_steps(best, each, resampler, confidence)) for each in others]
     comparisons.sort(key=lambda each: each.difference.value)
-    return Verdict(judged, best_by_run, best, tuple(comparisons))
+    return EvaluationVerdict(judged, best_by_run, best, tuple(comparisons))
 
 
 def compare_steps(
@@ -117,7 +117,7 @@ def compare_steps(
     return resampler.estimate_sum(terms, confidence)
 
 
-def _judge_step(step: StepMetrics, needed_likeness: float, resampler: Resampler) -> JudgedStep:
+def _judge_step(step: FileMetrics, needed_likeness: float, resampler: Resampler) -> JudgedStep:
     terms = [
         (weight, step.statistics[name].statistic, step.statistics[name].group)
         for name, weight in _SIGNS.items()
@@ -139,7 +139,7 @@ def _find_best(steps: Sequence[JudgedStep]) -> JudgedStep:
     return max(steps, key=lambda each: (each.is_good, each.balance.value))
 
 
-def _estimate(step: StepMetrics, name: str, resampler: Resampler) -> Estimate | None:
+def _estimate(step: FileMetrics, name: str, resampler: Resampler) -> Estimate | None:
     found = step.statistics.get(name)
     return None if found is None else resampler.estimate(found.statistic, found.group)
 

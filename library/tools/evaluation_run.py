@@ -14,12 +14,12 @@ from ..adapters.kohya_diffusers_comfyui_keys import AdapterFileContents
 from ..errors import FileError
 from ..evaluation.caption_sets import CaptionSet
 from ..evaluation.embedding_metrics import Array, normalize_embeddings
+from ..evaluation.file_metrics import EmbeddedPictures, FileMetrics, Reference, build_statistics
 from ..evaluation.picture_features import FeatureEmbedder
 from ..evaluation.pictures import EncodedCaption, PictureGenerator, PictureRows, load_reference_pictures
 from ..evaluation.result_chart import CELL, ExamplePictures
 from ..evaluation.seed_bootstrap import Resampler
-from ..evaluation.step_metrics import PictureSet, Reference, StepMetrics, build_statistics
-from ..evaluation.verdict import Verdict, judge_steps
+from ..evaluation.verdict import EvaluationVerdict, judge_steps
 from ..log import ProgressBar
 from ..models.embedding_models import EmbeddingModel
 from ..problems import Problem
@@ -36,7 +36,7 @@ Embedder = EmbeddingModel | FeatureEmbedder
 class EvaluationResult:
     """What an evaluation has found."""
 
-    verdict: Verdict
+    verdict: EvaluationVerdict
     resampler: Resampler
     examples: ExamplePictures
     num_pictures: int
@@ -55,7 +55,7 @@ class _Evaluator:
     base_captions: dict[str, list[EncodedCaption]] = field(default_factory=dict)
     """What the text encoders of the base model make of the captions of each kind."""
 
-    def evaluate(self, name: str, *, changes_texts: bool = False) -> tuple[PictureSet, dict[str, PictureRows]]:
+    def evaluate(self, name: str, *, changes_texts: bool = False) -> tuple[EmbeddedPictures, dict[str, PictureRows]]:
         """Generate, save and embed the pictures of all captions with the model as it is; return small ones to show.
 
         ``changes_texts``: its text encoders are not those of the base model.
@@ -72,7 +72,7 @@ class _Evaluator:
             pictures[captions.group] = np.stack([self.image_model.embed_pictures(row) for row in rows])
             if self.text_model is not None:
                 texts[captions.group] = self._compare_with_texts(self.text_model, captions, rows)
-        return PictureSet(pictures, texts), images
+        return EmbeddedPictures(pictures, texts), images
 
     def _encode(self, captions: CaptionSet, *, changes_texts: bool) -> list[EncodedCaption]:
         if changes_texts:
@@ -118,9 +118,9 @@ def evaluate_plan(plan: EvaluationPlan) -> EvaluationResult:
     per_file = sum(len(each.prompts) for each in plan.caption_sets) * plan.options.num_seeds
     total = per_file * (len(files) + 1)
     generator = PictureGenerator(
-        plan.family, pipe, plan.device, plan.dtype, plan.options.num_seeds, plan.options.evaluation_seed
+        plan.family, pipe, plan.device, plan.dtype, num_seeds=plan.options.num_seeds, seed=plan.options.evaluation_seed
     )
-    steps, examples = list[StepMetrics](), list[Mapping[str, PictureRows]]()
+    steps, examples = list[FileMetrics](), list[Mapping[str, PictureRows]]()
     with ProgressBar(total, 0, "generating", enabled=True, unit="picture", log_first_and_last=False) as progress:
         evaluator = _Evaluator(plan, generator, image_model, text_model, progress)
         base, base_images = evaluator.evaluate("base")
@@ -133,7 +133,7 @@ def evaluate_plan(plan: EvaluationPlan) -> EvaluationResult:
                 pictures, images = evaluator.evaluate(f"{label} {file.path.stem}", changes_texts=changes_texts)
             loss = run.find_validation_loss(file.step)
             metrics = build_statistics(pictures, reference)
-            steps.append(StepMetrics(label, file.step, file.path.name, metrics, loss))
+            steps.append(FileMetrics(label, file.step, file.path.name, metrics, loss))
             examples.append(images)
     resampler = Resampler(plan.options.evaluation_seed)
     shown = ExamplePictures(plan.caption_sets, training, base_images, examples)

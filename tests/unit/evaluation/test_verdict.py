@@ -2,15 +2,15 @@
 
 import numpy as np
 
+from library.evaluation.file_metrics import COPYING, DRIFT, LIKENESS, FileMetrics, MetricStatistic
 from library.evaluation.result_table import export_verdict, format_table
 from library.evaluation.seed_bootstrap import MeanStatistic, Resampler
-from library.evaluation.step_metrics import COPYING, DRIFT, LIKENESS, MetricStatistic, StepMetrics
 from library.evaluation.verdict import judge_steps
 
 RESAMPLER = Resampler(num_resamples=500)
 
 
-def plant_step(run: str, step: int, likeness: float, copying: float, drift: float, noise: int = 0) -> StepMetrics:
+def plant_step(run: str, step: int, likeness: float, copying: float, drift: float, noise: int = 0) -> FileMetrics:
     """A step with these values, and some variation between seeds."""
     values = {LIKENESS: likeness, COPYING: copying, DRIFT: drift}
     generator = np.random.default_rng(noise)
@@ -18,7 +18,7 @@ def plant_step(run: str, step: int, likeness: float, copying: float, drift: floa
         name: MetricStatistic(MeanStatistic(value + 0.05 * generator.normal(size=(3, 4))), name)
         for name, value in values.items()
     }
-    return StepMetrics(run, step, f"{run}.safetensors", statistics)
+    return FileMetrics(run, step, f"{run}.safetensors", statistics)
 
 
 SHORT, RIGHT = plant_step("short", 20, 0.3, 0.0, 0.02, 1), plant_step("right", 300, 0.9, 0.1, 0.1, 2)
@@ -75,7 +75,7 @@ def test_the_table_marks_the_best_and_the_json_has_all_intervals():
 
 def test_what_was_not_measured_is_not_said_to_have_not_come():
     statistics = {name: each for name, each in RIGHT.statistics.items() if name != DRIFT}
-    verdict = judge_steps([StepMetrics("right", 300, "right.safetensors", statistics)], RESAMPLER)
+    verdict = judge_steps([FileMetrics("right", 300, "right.safetensors", statistics)], RESAMPLER)
 
     assert verdict.format_sentence() == (
         "Best is right step 300: likeness has come, copying has not, drift was not measured."

@@ -43,7 +43,7 @@ METRICS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True)
-class PictureSet:
+class EmbeddedPictures:
     """The embeddings of generated pictures by kind of caption: (captions, seeds, embedding)."""
 
     pictures: Mapping[str, Array]
@@ -61,7 +61,7 @@ class Reference:
 
     training: Array  # (pictures, embedding)
     validation: Array | None
-    base: PictureSet
+    base: EmbeddedPictures
 
     @property
     def real_pictures(self) -> Array:
@@ -88,7 +88,7 @@ class MetricStatistic:
     group: str
 
 
-def build_statistics(pictures: PictureSet, reference: Reference) -> dict[str, MetricStatistic]:
+def build_statistics(pictures: EmbeddedPictures, reference: Reference) -> dict[str, MetricStatistic]:
     """Build every metric of the pictures of one LoRA file that can be computed."""
     statistics: dict[str, MetricStatistic] = {}
     subject = [group for group in (TRAINING, VALIDATION) if group in pictures.pictures]
@@ -106,7 +106,7 @@ def build_statistics(pictures: PictureSet, reference: Reference) -> dict[str, Me
 
 
 def _build_subject_statistics(
-    pictures: PictureSet, reference: Reference, groups: list[str]
+    pictures: EmbeddedPictures, reference: Reference, groups: list[str]
 ) -> dict[str, MetricStatistic]:
     on, off, key = pictures.join(*groups), reference.base.join(*groups), "+".join(groups)
     found = {
@@ -134,7 +134,9 @@ def _build_likeness(on: Array, off: Array, reference: Reference) -> ShareStatist
     return ShareStatistic(similarity, base, reference.real_likeness)
 
 
-def _build_text_statistics(pictures: PictureSet, reference: Reference, groups: list[str]) -> dict[str, MetricStatistic]:
+def _build_text_statistics(
+    pictures: EmbeddedPictures, reference: Reference, groups: list[str]
+) -> dict[str, MetricStatistic]:
     texts, base, found = pictures.texts, reference.base.texts, dict[str, MetricStatistic]()
     if groups and all(group in texts for group in groups):
         values = np.concatenate([texts[group] for group in groups])
@@ -157,7 +159,7 @@ def _is_known(metric: MetricStatistic) -> bool:
 
 
 @dataclass(frozen=True)
-class StepMetrics:
+class FileMetrics:
     """The metrics of one LoRA file of a run."""
 
     run: str
