@@ -48,11 +48,12 @@ demo-control: install
 	@echo "What this is, and the same for FLUX.1: docs/control.md"
 
 demo-evaluate: install
-	@for run in "short 40 20" "right 300 100" "long 1500 300"; do set -- $$run; \
+	@for run in "short 30 30" "right 240 120" "long 1200 400"; do set -- $$run; \
 	  $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 	    train_lora.py --config_file dataset_configs/demo_evaluate_run.toml --overwrite \
 	    --output_name $$1 --max_train_steps $$2 --save_every_n_steps $$3 --validate_every_n_steps $$3 || exit 1; done
-	$(BIN)/python -m library evaluate output/demo_evaluate --evaluation_dir output/demo_evaluate/evaluation
+	$(BIN)/python -m library evaluate output/demo_evaluate --num_captions 3 \
+	  --evaluation_dir output/demo_evaluate/evaluation
 	@echo
 	@echo "Open output/demo_evaluate/evaluation/evaluation.png. What the numbers mean: docs/evaluate.md"
 
