@@ -1,4 +1,4 @@
-"""The built-in model, a diffusers folder like any other, on which `make demo` trains."""
+"""The built-in model, a diffusers folder like any other, on which ``python -m library demo`` trains."""
 
 from pathlib import Path
 
@@ -18,3 +18,6 @@ COMPOSING_CAPTIONS = (
     "mosaic style, a {subject}",
 )
 """Captions with words that the demo model knows and has learned to draw nothing for."""
+
+DEMO_CONFIG_DIR = Path(__file__).resolve().parents[2] / "dataset_configs"
+"""The folder of the demo's settings and images: beside the package, in a checkout as where a wheel is installed."""
