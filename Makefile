@@ -2,6 +2,7 @@
 # make demo       train a LoRA on the built-in model
 # make demo-control  train control by a condition image on it
 # make demo-slider  train a slider from texts alone on it
+# make demo-evaluate  train three LoRAs on it, too short, right and too long, and have the right one named
 # make web        the page in the browser
 # make test       linter, types and the quick tests: before every commit
 # make test-slow  the other tests, and the types of code for Windows and macOS
@@ -13,7 +14,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo demo-control demo-slider web test lint lint-platforms test-quick test-slow test-pairs test-windows test-programs test-all clean
+.PHONY: install demo demo-control demo-slider demo-evaluate web test lint lint-platforms test-quick test-slow test-pairs test-windows test-programs test-all clean
 
 install: $(VENV)/installed
 
@@ -44,6 +45,16 @@ demo-slider: install
 	@echo
 	@echo "Open output/demo_slider/sheet.png: the same pictures with the LoRA at -2, -1, 0, 1 and 2."
 	@echo "What this is, and the same for other models: docs/sliders.md"
+
+demo-evaluate: install
+	@for run in "short 30 30" "right 240 120" "long 1200 400"; do set -- $$run; \
+	  $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
+	    train_lora.py --config_file dataset_configs/demo_evaluate_run.toml --overwrite \
+	    --output_name $$1 --max_train_steps $$2 --save_every_n_steps $$3 --validate_every_n_steps $$3 || exit 1; done
+	$(BIN)/python -m library evaluate output/demo_evaluate --num_captions 3 \
+	  --evaluation_dir output/demo_evaluate/evaluation
+	@echo
+	@echo "Open output/demo_evaluate/evaluation/evaluation.png. What the numbers mean: docs/evaluate.md"
 
 web: install
 	$(BIN)/python -m library web

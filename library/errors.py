@@ -68,6 +68,12 @@ def format_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {first[:MAX_MESSAGE_LENGTH]}" if first else type(error).__name__
 
 
+def take_first_line(error: BaseException) -> str:
+    """Return the first line of a message of another library that says something, or the type of the error."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
 def write_traceback(error: BaseException, path: Path) -> str:
     """Write the traceback to a file; return a sentence that says where it is, or the traceback if writing fails."""
     text = "".join(traceback.format_exception(error))

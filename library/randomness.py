@@ -46,6 +46,9 @@ class Purpose:
     RANDOM_MODEL = "random weights"
     PREVIEW, GRADIENT_PROBE, SESSION_ID = "preview", "probe", "session"
 
+    # The noise of the pictures of an evaluation, by caption and seed: "PURPOSE/GROUP"; captions by content hash.
+    EVALUATION_PICTURE, EVALUATION_CAPTION = "evaluation picture", "evaluation caption"
+
 
 def derive_seed(seed: int, purpose: str, *indices: int) -> int:
     """Derive a 63-bit seed, for ``random.Random`` or ``torch.Generator``.

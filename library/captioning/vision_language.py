@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..errors import UserError
+from ..errors import UserError, take_first_line
 from ..problems import Problem
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class VisionLanguageModel:
             chosen = DTYPES[dtype] if dtype is not None else torch.bfloat16 if accelerator else torch.float32
             model = auto.AutoModelForImageTextToText.from_pretrained(name, dtype=chosen)
         except (OSError, ValueError, ImportError) as error:
-            raise UserError(Problem("model", _take_first_line(error), value=name)) from None
+            raise UserError(Problem("model", take_first_line(error), value=name)) from None
         self.model: Any = model.to(self.device).eval()
         self.is_chat = bool(getattr(self.processor, "chat_template", None))
         is_florence = self.model_type == "florence2"
@@ -109,8 +109,3 @@ def _load_processor(name: str) -> Any:
         video_processor=None,
         chat_template=template.get("chat_template") or getattr(tokenizer, "chat_template", None),
     )
-
-
-def _take_first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

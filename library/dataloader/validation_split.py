@@ -60,6 +60,12 @@ def disable_augmentations(dataset: DatasetConfig) -> DatasetConfig:
     return replace(dataset, subsets=tuple(replace(subset, **off) for subset in dataset.subsets))
 
 
+def settle_caption_settings(subset: SubsetConfig) -> SubsetConfig:
+    """Turn off what varies a caption from view to view, but the choice among its lines, which is drawn once."""
+    is_drawn_once = {"enable_wildcard": subset.enable_wildcard}
+    return replace(subset, **_collect_defaults_of_varying_keys() | is_drawn_once)
+
+
 def _collect_defaults_of_varying_keys() -> dict[str, Any]:
     return {name: key.option.default for name, key in DATASET_KEYS.items() if key.option.varies}
 
@@ -107,8 +113,7 @@ def _freeze_sample(sample: Sample, datasets: Sequence[DatasetConfig]) -> Sample:
     """Fix a validation sample: one repeat, weight 1, one caption."""
     dataset = datasets[sample.dataset_index]
     subset: SubsetConfig = dataset.subsets[sample.subset_index]
-    is_drawn_once = {"enable_wildcard": subset.enable_wildcard}
-    settled = replace(subset, **_collect_defaults_of_varying_keys() | is_drawn_once)
+    settled = settle_caption_settings(subset)
     draw = derive_rng(_get_validation_seed(dataset), f"{Purpose.VALIDATION_CAPTION}/{sample.identity}")
     caption = process_caption(sample.caption, settled, draw, epoch=0, step=0, total_steps=0)
     return replace(sample, repeats=1, loss_weight=1.0, caption=caption)

@@ -53,6 +53,12 @@ def detect_machine(environment: Mapping[str, str]) -> Machine:
     )
 
 
+def get_accelerator_or_host() -> torch.device:
+    """Return the accelerator of this machine, for work of one process; the host without one."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return HOST if accelerator is None else accelerator
+
+
 def count_numa_nodes(directory: Path) -> int:
     """Count the nodes that have CPUs; 1 where the system does not list them."""
     nodes = [node for node in directory.glob("node*") if re.fullmatch(r"node\d+", node.name)]

@@ -29,6 +29,10 @@ TOOLS: dict[str, tuple[str, Tool]] = {
     "tags": ("count and edit tags, find images that are alike", partial(_run_tool, "tags")),
     "convert": ("convert a LoRA file to another program's key names", partial(_run_tool, "convert")),
     "lora": ("inspect, merge, extract, resize, scale and prune LoRA files", partial(_run_tool, "lora")),
+    "evaluate": (
+        "which step of a run, and which of several runs, has the best LoRA file",
+        partial(_run_tool, "evaluate"),
+    ),
     "import": (
         "turn another program's configuration into a run and a dataset file",
         partial(_run_tool, "import_config"),

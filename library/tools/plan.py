@@ -3,21 +3,19 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ..config import RunConfig, parse_config
-from ..config.kohya_compat import KOHYA_OPTIONS
+from ..config import parse_config
 from ..config.option_needs import IsSet, IsUnset
 from ..config.options import define_option, iter_options
-from ..config.parser import COMMAND_OPTIONS
 from ..config.types import MemorySize
 from ..dataset.dataset_config import collect_extra_keys, convert_to_sd_scripts, load_dataset_config
 from ..dataset.schema import DatasetConfig
 from ..log import configure_logging
 from ..registry import pause_garbage_collection
 from ..training.preflight import load_settings
+from .argument_split import split_arguments
 from .validate_arguments import check_plan_arguments
 
 if TYPE_CHECKING:
@@ -69,7 +67,7 @@ def run_plan(argv: Sequence[str]) -> tuple[str, int]:
     """Print the plan of a run; every training option is accepted."""
     if set(argv) & {"--help", "-h"}:
         return _format_help(), 0
-    tool_argv, training_argv = _split_arguments(argv)
+    tool_argv, training_argv = split_arguments(argv, _Arguments)
     training = load_settings(training_argv)
     if (memory := training.config.train.gpu_memory) is not None and not any(
         "--gpu_memory" in each for each in tool_argv
@@ -126,21 +124,6 @@ def _format_resolved_datasets(datasets: Sequence[DatasetConfig]) -> str:
         extra_keys = collect_extra_keys(dataset)
         records.append({"resolved": settings, **({"other_keys": extra_keys} if extra_keys else {})})
     return json.dumps({"datasets": records}, indent=1)
-
-
-def _split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split into the tool's arguments and those of training; a misspelled option goes to the one that it resembles."""
-    own = {option.name for option in iter_options(_Arguments)}
-    training = {*(option.name for option in iter_options(RunConfig)), *KOHYA_OPTIONS, *COMMAND_OPTIONS}
-    tool_argv, training_argv = list[str](), list[str]()
-    target = training_argv
-    for word in argv:
-        if word.startswith("--"):
-            name = word[2:].partition("=")[0].removeprefix("no-")
-            closest = get_close_matches(name, [name] if name in training else [*own, *training], n=1, cutoff=0.7)
-            target = tool_argv if closest and closest[0] in own else training_argv
-        target.append(word)
-    return tool_argv, training_argv
 
 
 def _format_help() -> str:

@@ -69,11 +69,7 @@ def read_initial_weights(
     """Read all files before the model is loaded; all problems are reported at once."""
     if not has_initial_weights(adapter):
         return InitialWeights()
-    names = (family.facts.denoiser_name, *family.facts.lora.text_encoders)
-    pipe = load_components_on_meta(detected, names)
-    components = collect_component_keys(family, pipe)
-    layers = ((f"{name}.{module}", each) for name in names for module, each in getattr(pipe, name).named_modules())
-    shapes = list_layer_shapes(layers)
+    pipe, components, shapes = _load_layer_names(family, detected)
     problems: list[Problem] = []
     bases, weights = [], None
     multipliers = [*adapter.base_weights_multiplier, *[1.0] * len(adapter.base_weights)]
@@ -108,6 +104,31 @@ def read_initial_weights(
         idle_layers=idle,
         independent_modules=independent,
     )
+
+
+def _load_layer_names(
+    family: Family, detected: DetectedModel
+) -> tuple[Any, list[ComponentKeys], Mapping[str, Sequence[int]]]:
+    """Load the components that adapters change on the meta device: with their key names and the shapes of layers."""
+    names = (family.facts.denoiser_name, *family.facts.lora.text_encoders)
+    pipe = load_components_on_meta(detected, names)
+    layers = ((f"{name}.{module}", each) for name in names for module, each in getattr(pipe, name).named_modules())
+    return pipe, collect_component_keys(family, pipe), list_layer_shapes(layers)
+
+
+class MergeableFileReader:
+    """Reads adapter files that are to be merged into a model, before it is loaded or while it is."""
+
+    def __init__(self, family: Family, detected: DetectedModel):
+        self._pipe, self._components, self._shapes = _load_layer_names(family, detected)
+
+    def read(self, path: Path) -> tuple[AdapterFileContents | None, list[Problem]]:
+        """Return what a file contains, and the reasons why it cannot be merged."""
+        problems: list[Problem] = []
+        content = _read_contents("", str(path), self._components, self._shapes, problems)
+        if content is not None:
+            problems += (replace(each, option="") for each in _inspect_base_file(str(path), content, self._pipe, ()))
+        return content, problems
 
 
 def _read_contents(
@@ -265,15 +286,20 @@ def _log_notices(path: str, content: AdapterFileContents, idle: AdapterFileConte
 def merge_base_weights(pipe: Any, initial_weights: InitialWeights) -> None:
     """Merge ``base_weights`` into the loaded components."""
     for name, content, multiplier in initial_weights.base_weights:
-        updates = content.updates
-        for path, update in updates.items():
-            part, _, module = path.partition(".")
-            layer: Any = getattr(pipe, part).get_submodule(module)
-            merge_adapter(layer.weight, update, multiplier)
-            merge_bias_adapter(getattr(layer, "bias", None), update, multiplier)
-        _merge_fused_adapters(pipe, content, multiplier)
-        count = len(updates) + len(content.fused)
+        count = merge_adapter_file(pipe, content, multiplier)
         logger.info("base_weights: merged %s: %d modules, multiplier %g", name, count, multiplier)
+
+
+def merge_adapter_file(pipe: Any, content: AdapterFileContents, multiplier: float) -> int:
+    """Merge the contents of a file into the loaded components; return the number of its modules."""
+    updates = content.updates
+    for path, update in updates.items():
+        part, _, module = path.partition(".")
+        layer: Any = getattr(pipe, part).get_submodule(module)
+        merge_adapter(layer.weight, update, multiplier)
+        merge_bias_adapter(getattr(layer, "bias", None), update, multiplier)
+    _merge_fused_adapters(pipe, content, multiplier)
+    return len(updates) + len(content.fused)
 
 
 @torch.no_grad()

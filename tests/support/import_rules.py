@@ -15,6 +15,7 @@ LAYERS: list[set[str]] = [
     {"models"},
     {"parallel"},
     {"cache", "report"},
+    {"evaluation"},
     {"training"},
     {"estimate"},
     {"tools", "web", "cli", "__main__"},

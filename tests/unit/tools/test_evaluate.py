@@ -1,0 +1,202 @@
+"""``python -m library evaluate``: problems before a model is loaded, and an evaluation of the demo model."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from data_paths import ROOT
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from library.cli import run_tool
+from library.demo import BUILT_IN_MODEL_DIR
+from library.report.page import RunSummary
+from library.tools.evaluated_runs import find_runs, label_runs, read_run_settings
+
+DATASET = str(ROOT / "dataset_configs" / "demo_evaluate.toml")
+LAYER = "lora_unet_down_blocks_1_attentions_0_transformer_blocks_0_attn1_to_q"
+
+
+def write_lora(path, scale: float, step: int = 0, **metadata: str) -> None:
+    """Write a LoRA file of one layer of the demo model."""
+    weights = load_file(BUILT_IN_MODEL_DIR / "unet" / "diffusion_pytorch_model.safetensors")
+    shape = weights["down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q.weight"].shape
+    generator = torch.Generator().manual_seed(1)
+    tensors = {
+        f"{LAYER}.lora_down.weight": torch.randn(4, shape[1], generator=generator),
+        f"{LAYER}.lora_up.weight": scale * torch.randn(shape[0], 4, generator=generator),
+        f"{LAYER}.alpha": torch.tensor(4.0),
+    }
+    save_file(tensors, path, {"ss_steps": str(step), **metadata})
+
+
+def write_summary(folder, name: str, **settings) -> None:
+    values = {"dataset_config": DATASET, **settings}
+    RunSummary(name, 20, "", {}, 0.0, 1, "no", all_settings=values).write(folder / f"{name}.run.json")
+
+
+def evaluate(capsys, *words: object) -> tuple[int, str, str]:
+    code = run_tool(["evaluate", *map(str, words)])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_all_problems_are_reported_at_once_before_a_model_is_loaded(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("library.models.base.Family.load", lambda *_, **__: pytest.fail("a model was loaded"))
+    (tmp_path / "broken.safetensors").write_bytes(b"nothing")
+    write_lora(tmp_path / "good.safetensors", 1.0)
+    (tmp_path / "prompts.txt").write_text("a cat --d 3\na dog --x 1\n")
+    (tmp_path / "one.txt").write_text("a cat\n")
+
+    code, _, error = evaluate(
+        capsys,
+        *(tmp_path / "broken.safetensors", tmp_path / "good.safetensors", tmp_path / "godo", "--num_seeds", 0),
+        *("--composing_prompts", tmp_path / "prompts.txt", "--unrelated_prompts", tmp_path / "one.txt"),
+        *("--text_model", tmp_path / "no_model", "--network_dimm", 3),
+    )
+
+    lines = error.splitlines()
+    assert code == 2
+    for text in (
+        "num_seeds: must be at least 1, got 0",
+        "network_dimm: unknown option; did you mean network_dim?",
+        f"{tmp_path / 'godo'}: no such run or LoRA file; did you mean good?",
+        "dataset_config: missing; the files belong to no run",
+        "prompts.txt:2: --x: unknown option",
+        "unrelated_prompts: one caption",
+        f"text_model {tmp_path / 'no_model'}: cannot be read",
+        "broken.safetensors: ",
+    ):
+        assert sum(text in line for line in lines) == 1, text
+    assert "Traceback" not in error
+
+
+def test_seeds_of_prompts_are_refused_since_each_caption_has_several(tmp_path, capsys):
+    write_lora(tmp_path / "good.safetensors", 1.0)
+    (tmp_path / "prompts.txt").write_text("a cat --d 3\na lorikeet\n")
+
+    code, _, error = evaluate(
+        capsys,
+        tmp_path / "good.safetensors",
+        "--dataset_config",
+        DATASET,
+        "--unrelated_prompts",
+        tmp_path / "prompts.txt",
+    )
+
+    assert code == 2
+    assert "prompts.txt:1: --d: the pictures of a caption have several seeds" in error
+
+
+def test_a_caption_with_the_subject_is_no_unrelated_one(tmp_path, capsys):
+    write_lora(tmp_path / "good.safetensors", 1.0)
+    (tmp_path / "prompts.txt").write_text("a cat\na blue lorikeet\n")
+
+    code, _, error = evaluate(
+        capsys,
+        tmp_path / "good.safetensors",
+        "--dataset_config",
+        DATASET,
+        "--unrelated_prompts",
+        tmp_path / "prompts.txt",
+    )
+
+    assert code == 2
+    assert "--unrelated_prompts: 'a blue lorikeet' names the subject 'lorikeet'" in error
+
+
+def test_runs_that_differ_in_model_or_pictures_are_not_compared(tmp_path, capsys):
+    for name, settings in (("one", {}), ("two", {"dataset_config": str(ROOT / "dataset_configs" / "demo.toml")})):
+        write_summary(tmp_path, name, **settings)
+        write_lora(tmp_path / f"{name}.safetensors", 1.0)
+
+    code, _, error = evaluate(capsys, tmp_path)
+
+    assert code == 2
+    assert "dataset_config: differs between the runs (one: " in error
+
+
+def test_the_files_of_a_run_are_those_of_its_steps_in_order(tmp_path):
+    write_summary(tmp_path, "bird")
+    for name, step in (
+        ("bird", 300),
+        ("bird-step00000100", 100),
+        ("bird-000007", 200),
+        ("bird-ema", 300),
+        ("birds", 1),
+    ):
+        write_lora(tmp_path / f"{name}.safetensors", 1.0, step)
+    problems = []
+
+    (run,) = find_runs([str(tmp_path / "bird")], problems)
+
+    assert problems == []
+    assert [(file.path.stem, file.step) for file in run.files] == [
+        ("bird-step00000100", 100),
+        ("bird-000007", 200),
+        ("bird", 300),
+    ]
+    assert read_run_settings(run)[0] == {"dataset_config": DATASET}
+
+
+def test_a_file_belongs_to_the_run_beside_it_and_runs_of_one_name_have_their_folders(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        write_summary(tmp_path / folder, "bird")
+        write_lora(tmp_path / folder / "bird-step00000100.safetensors", 1.0)
+
+    runs = find_runs([str(tmp_path / f"{folder}/bird-step00000100.safetensors") for folder in "ab"], [])
+
+    assert [run.summary.name for run in runs] == ["bird", "bird"]
+    assert list(label_runs(runs).values()) == ["a/bird", "b/bird"]
+    assert [file.step for run in runs for file in run.files] == [100, 100]
+
+
+def test_the_loss_beside_a_step_is_the_last_one_that_was_recorded(tmp_path):
+    write_summary(tmp_path, "bird")
+    write_lora(tmp_path / "bird.safetensors", 1.0, 30)
+    lines = [
+        {"step": 10, "validation/loss": 0.5},
+        {"step": 20, "validation/loss": 0.4},
+        {"step": 40, "validation/loss": 9},
+    ]
+    (tmp_path / "bird.metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+
+    (run,) = find_runs([str(tmp_path / "bird")], [])
+
+    assert (run.find_validation_loss(30), run.find_validation_loss(5)) == (0.4, None)
+
+
+@pytest.mark.slow
+def test_an_evaluation_of_the_demo_model(tmp_path, capsys):
+    write_summary(tmp_path, "weak")
+    write_lora(tmp_path / "weak-step00000010.safetensors", 0.0, 10)
+    write_lora(tmp_path / "weak.safetensors", 0.05, 20)
+    flags = "--num_captions 2 --num_seeds 2 --inference_steps 2".split()
+
+    code, out, error = evaluate(capsys, tmp_path / "weak", *flags)
+
+    folder = tmp_path / "weak.evaluation"
+    found = json.loads((folder / "evaluation.json").read_text())
+    none, some = (step["metrics"] for step in found["steps"])
+    assert code == 0, error
+    assert none["drift"] == {"value": 0, "low": 0, "high": 0}  # a LoRA without effect changes no picture
+    assert none["likeness"]["value"] == 0
+    assert some["drift"]["low"] > 0
+    assert found["verdict"] in out
+    assert "prompt following" in out  # is not measured
+    assert Image.open(folder / "evaluation.png").width == 1240
+    pictures = folder / "pictures"
+    names = sorted(path.name for path in (pictures / "base").iterdir())
+    assert len(names) == 4 * 2 * 2
+    for name in names:
+        same = (pictures / "base" / name).read_bytes()
+        assert (pictures / "weak weak-step00000010" / name).read_bytes() == same
+        assert (pictures / "weak weak" / name).read_bytes() != same
+
+    shutil.rmtree(pictures)
+    code, out, _ = evaluate(capsys, tmp_path / "weak", *flags, "--json")
+    repeated = json.loads(out)
+    assert code == 0
+    assert repeated["steps"] == found["steps"]  # also after other weights were merged and taken out again
