@@ -16,10 +16,13 @@ import tiny_sd1
 import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.modular_pipelines.anima.encoders import encode_vae_image
+from diffusers.pipelines.flux import pipeline_flux_fill
 from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video
 from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from diffusers.pipelines.skyreels_v2 import pipeline_skyreels_v2
+from diffusers.pipelines.stable_diffusion import pipeline_stable_diffusion_inpaint
+from diffusers.pipelines.stable_diffusion_xl import pipeline_stable_diffusion_xl_inpaint
 from diffusers.pipelines.wan import pipeline_wan, pipeline_wan_i2v
 from diffusers.pipelines.wan.pipeline_wan_video2video import retrieve_latents
 from PIL import Image
@@ -112,6 +115,82 @@ def sdxl() -> TinyCase:
         sizes,
         _build_inpaint_encoder("StableDiffusionXLInpaintPipeline"),
         "random:sdxl:tiny",
+    )
+
+
+def draw_picture_and_mask() -> tuple[Image.Image, Image.Image]:
+    """A picture, and a mask with an edge between latents."""
+    mask = Image.new("L", (WIDTH, HEIGHT))
+    mask.paste(255, (19, 11, 70, 45))
+    return draw_frame_image(0), mask.convert("RGB")
+
+
+def _add_mask(tiny: TinyCase, name: str, **more: Any) -> TinyCase:
+    """The case of a text-to-image model as that of its inpainting model, with one picture and mask for all rows."""
+    picture, mask = draw_picture_and_mask()
+    arguments = {"image": picture, "mask_image": mask, "strength": 1.0}
+    pipe = _load(f"random:{name}:tiny")
+    processor = diffusers.image_processor.VaeImageProcessor(do_normalize=False, do_convert_grayscale=True)
+    with torch.no_grad():
+        is_painted = (processor.preprocess(mask) >= 0.5).float()
+        left = pipe.image_processor.preprocess(picture) * (1 - is_painted)
+        latents = pipe.vae.encode(left).latent_dist.mode()
+    latents = (latents - (pipe.vae.config.shift_factor or 0)) * pipe.vae.config.scaling_factor
+    size = latents.shape[-2:]
+    if "flux" in name:
+        channels = torch.cat([latents, torch.nn.functional.pixel_unshuffle(is_painted, 8)], dim=1)
+    else:
+        channels = torch.cat([torch.nn.functional.interpolate(is_painted, size), latents], dim=1)
+    return replace(
+        tiny,
+        family=name,
+        pipe=pipe,
+        batch=replace(tiny.batch, control_latents=(channels.expand(2, -1, -1, -1),)),
+        call={**tiny.call, **arguments},
+        sizes={**tiny.sizes, **arguments},
+        texts={**tiny.texts, **arguments},
+        source=f"random:{name}:tiny",
+        controls=(mask,),
+        frame_images=(picture,),
+        **more,
+    )
+
+
+def sd1_inpainting() -> TinyCase:
+    return _add_mask(sd1(), "sd1_inpainting")
+
+
+def sd2_inpainting() -> TinyCase:
+    return _add_mask(sd2_epsilon(), "sd2_inpainting")
+
+
+def sdxl_inpainting() -> TinyCase:
+    return _add_mask(sdxl(), "sdxl_inpainting")
+
+
+def flux_fill() -> TinyCase:
+    no_negative = {"build_negative": lambda pipe, text: {}, "scale": "guidance_scale"}
+    return _add_mask(flux(), "flux_fill", **no_negative)
+
+
+def flux_control() -> TinyCase:
+    tiny, pipe, image = flux(), _load("random:flux_control:tiny"), draw_frame_image(1)
+    with torch.no_grad():
+        latents = pipe.vae.encode(pipe.image_processor.preprocess(image)).latent_dist.mode()
+    latents = (latents - pipe.vae.config.shift_factor) * pipe.vae.config.scaling_factor
+    control = {"control_image": image}
+    return replace(
+        tiny,
+        family="flux_control",
+        pipe=pipe,
+        batch=replace(tiny.batch, control_latents=(latents.expand(2, -1, -1, -1),)),
+        call={**tiny.call, "control_image": _pack_patches(latents).expand(2, -1, -1)},
+        sizes={**tiny.sizes, "control_image": _pack_patches(latents).expand(2, -1, -1)},
+        texts={**tiny.texts, "control_image": _pack_patches(latents)},
+        source="random:flux_control:tiny",
+        controls=(image,),
+        build_negative=lambda pipe, text: {},
+        scale="guidance_scale",
     )
 
 
@@ -335,11 +414,20 @@ REFERENCE_AREA = 128 * 128
 """Of references in tests, instead of a megapixel."""
 
 
+INPAINTING_PIPELINES = (
+    pipeline_stable_diffusion_inpaint,
+    pipeline_stable_diffusion_xl_inpaint,
+    pipeline_flux_fill,
+)
+
+
 def shrink_references(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the pipelines of editing models resize references to ``REFERENCE_AREA``, or to the size of the picture.
 
     The pipelines of Wan and SkyReels V2 clean texts with ftfy, which changes none of the tests' and is not installed.
     """
+    for module in INPAINTING_PIPELINES:  # which draw a sample of the latents that the mask leaves
+        monkeypatch.setattr(module, "retrieve_latents", lambda encoded, **_: encoded.latent_dist.mode())
     for module in (pipeline_wan, pipeline_wan_i2v, pipeline_skyreels_v2):
         monkeypatch.setattr(module, "ftfy", SimpleNamespace(fix_text=lambda text: text), raising=False)
     monkeypatch.setattr(pipeline_longcat_image_edit, "calculate_dimensions", lambda area, ratio: (WIDTH, HEIGHT))
@@ -1089,6 +1177,11 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "sd2": sd2,
     "sd2_epsilon": sd2_epsilon,
     "sdxl": sdxl,
+    "sd1_inpainting": sd1_inpainting,
+    "sd2_inpainting": sd2_inpainting,
+    "sdxl_inpainting": sdxl_inpainting,
+    "flux_fill": flux_fill,
+    "flux_control": flux_control,
     "sdxl_velocity": sdxl_velocity,
     "sd3": sd3,
     "flux": flux,

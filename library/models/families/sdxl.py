@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from ...dataloader.batch import Batch, Cond
 
 
-def _match_sdxl(read: ConfigReader) -> FamilyMatch | None:
+def match_sdxl(read: ConfigReader, in_channels: int = 4) -> FamilyMatch | None:
+    """Check a UNet with the size conditioning of Stable Diffusion XL."""
     unet = read_required(read, "unet/config.json")
     if unet.get("addition_embed_type") != "text_time":
         raise ModelError(
@@ -50,7 +51,7 @@ def _match_sdxl(read: ConfigReader) -> FamilyMatch | None:
         )
     if unet.get("projection_class_embeddings_input_dim") == 2560:
         raise ModelError("it is the refiner of Stable Diffusion XL; train a LoRA on the base model")
-    return match_unet_model(read)
+    return match_unet_model(read, in_channels=in_channels)
 
 
 FACTS = FamilyFacts(
@@ -61,7 +62,7 @@ FACTS = FamilyFacts(
         num_parameters=2_567_463_684,
     ),
     detection=DetectionFacts(
-        match_configs=_match_sdxl,
+        match_configs=match_sdxl,
         keys=("input_blocks.0.0.weight", "label_emb.0.0.weight"),
         shape_checks={
             ("input_blocks.0.0.weight", 0): ("unet", "block_out_channels", 0),
