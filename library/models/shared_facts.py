@@ -46,7 +46,7 @@ DENOISER_PREFIXES, UNET_VAE_PREFIXES = ("model.diffusion_model.",), ("first_stag
 
 UNET_UNSUPPORTED_SHAPES = {
     ("input_blocks.0.0.weight", 1, channels): f"{kind} model; its UNet has {channels} input channels instead of 4"
-    for channels, kind in ((8, "an image editing"), (5, "a depth"))
+    for channels, kind in ((5, "a depth"),)
 }
 
 CLIP_L_PREFIXES, CLIP_G_PREFIXES = ("text_encoders.clip_l.transformer.",), ("text_encoders.clip_g.transformer.",)

@@ -125,6 +125,12 @@ def draw_picture_and_mask() -> tuple[Image.Image, Image.Image]:
     return draw_frame_image(0), mask.convert("RGB")
 
 
+def _draw_latents(pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+    parts, config = zip(pixels.split(1), generators, strict=True), pipe.vae.config
+    draws = [pipe.vae.encode(pixel).latent_dist.sample(generator) for pixel, generator in parts]
+    return (torch.cat(draws) - (config.shift_factor or 0)) * config.scaling_factor
+
+
 def _add_mask(tiny: TinyCase, name: str, **more: Any) -> TinyCase:
     """The case of a text-to-image model as that of its inpainting model, with one picture and mask for all rows."""
     picture, mask = draw_picture_and_mask()
@@ -149,6 +155,7 @@ def _add_mask(tiny: TinyCase, name: str, **more: Any) -> TinyCase:
         call={**tiny.call, **arguments},
         sizes={**tiny.sizes, **arguments},
         texts={**tiny.texts, **arguments},
+        encode=_draw_latents,
         source=f"random:{name}:tiny",
         controls=(mask,),
         frame_images=(picture,),
@@ -169,12 +176,17 @@ def sdxl_inpainting() -> TinyCase:
 
 
 def flux_fill() -> TinyCase:
-    no_negative = {"build_negative": lambda pipe, text: {}, "scale": "guidance_scale"}
-    return _add_mask(flux(), "flux_fill", **no_negative)
+    return _add_mask(_drop_negative_prompts(flux()), "flux_fill")
+
+
+def _drop_negative_prompts(tiny: TinyCase) -> TinyCase:
+    """The case of FLUX.1 for pipelines whose only guidance is an input of the model."""
+    call = {name: value for name, value in tiny.call.items() if name != "guidance_scale"}
+    return replace(tiny, call=call, sizes={}, build_negative=lambda pipe, text: {}, scale="guidance_scale")
 
 
 def flux_control() -> TinyCase:
-    tiny, pipe, image = flux(), _load("random:flux_control:tiny"), draw_frame_image(1)
+    tiny, pipe, image = _drop_negative_prompts(flux()), _load("random:flux_control:tiny"), draw_frame_image(1)
     with torch.no_grad():
         latents = pipe.vae.encode(pipe.image_processor.preprocess(image)).latent_dist.mode()
     latents = (latents - pipe.vae.config.shift_factor) * pipe.vae.config.scaling_factor
@@ -189,8 +201,6 @@ def flux_control() -> TinyCase:
         texts={**tiny.texts, "control_image": _pack_patches(latents)},
         source="random:flux_control:tiny",
         controls=(image,),
-        build_negative=lambda pipe, text: {},
-        scale="guidance_scale",
     )
 
 

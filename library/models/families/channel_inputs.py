@@ -114,12 +114,17 @@ class UNetInpainting(UNetChannelInput):
 
 def load_picture_and_mask(family: Family, prompt: Prompt) -> tuple[Image, Image]:
     """Load the picture of a preview and its mask, cropped to the shape of the preview."""
+    return load_picture(family, prompt), load_preview_control(family, prompt)
+
+
+def load_picture(family: Family, prompt: Prompt) -> Image:
+    """Load the picture with which a preview begins, cropped to the shape of the preview."""
     from ...dataloader.images import load_frame_images
 
     picture, _ = load_frame_images(prompt)
     if picture is None:
-        raise AssertionError("a preview of an inpainting model has a picture")
-    return _fit(family, prompt, picture), load_preview_control(family, prompt)
+        raise AssertionError(f"a preview of {family.facts.title} has a picture")
+    return _fit(family, prompt, picture)
 
 
 def load_preview_control(family: Family, prompt: Prompt) -> Image:

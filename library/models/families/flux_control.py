@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..base import BaseModelInfo
 from ..facts import FamilyMatch, SamplingFacts, TrainerNames
@@ -89,7 +89,9 @@ class FluxControl(FluxChannelInput, Flux):
 
     def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
         control = encode_preview_control(self, pipe, load_preview_control(self, prompt))
-        return self._build_text_kwargs(pipe, prompt, cond) | {"control_image": pack_control(pipe, control, control)}
+        return self._build_text_kwargs(pipe, prompt, cond) | {
+            "control_image": pack_control(pipe, control, cast("Tensor", cond["embeds"]))
+        }
 
     def _build_text_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond) -> dict[str, Any]:
         kwargs = super().build_sampling_kwargs(pipe, prompt, cond, cond)
