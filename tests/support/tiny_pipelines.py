@@ -175,6 +175,60 @@ def sdxl_inpainting() -> TinyCase:
     return _add_mask(sdxl(), "sdxl_inpainting")
 
 
+def _build_pix2pix_case(tiny: TinyCase, name: str) -> TinyCase:
+    pipe, image = _load(f"random:{name}:tiny"), draw_frame_image(1)
+    with torch.no_grad():
+        latents = pipe.vae.encode(pipe.image_processor.preprocess(image)).latent_dist.mode()
+    images = {"image": image}
+    return replace(
+        tiny,
+        family=name,
+        pipe=pipe,
+        batch=replace(tiny.batch, control_latents=(latents.expand(2, -1, -1, -1),)),
+        call={**tiny.call, "image": latents.expand(2, -1, -1, -1)},
+        sizes={**tiny.sizes, **images},
+        texts=images,
+        encode=_draw_latents,
+        source=f"random:{name}:tiny",
+        controls=(image,),
+    )
+
+
+def sd1_pix2pix() -> TinyCase:
+    return _build_pix2pix_case(sd1(), "sd1_pix2pix")
+
+
+def sdxl_pix2pix() -> TinyCase:
+    return _build_pix2pix_case(sdxl(), "sdxl_pix2pix")
+
+
+def sdxl_refiner() -> TinyCase:
+    embeds, pooled, latents = _draw_tensors((77, 24), (24,), (4, HEIGHT // 8, WIDTH // 8))
+    pipe, picture = _load("random:sdxl_refiner:tiny"), draw_frame_image(1)
+    with torch.no_grad():
+        encoded = pipe.vae.encode(pipe.image_processor.preprocess(picture)).latent_dist.mode()
+    sizes = {"original_size": (80, 120), "crops_coords_top_left": (8, 4)}
+    return TinyCase(
+        "sdxl_refiner",
+        pipe,
+        build_batch(latents, {"embeds": embeds, "pooled": pooled}),
+        # From denoising_start on, the image is what is refined, without noise that is added to it.
+        {
+            "prompt_embeds": embeds,
+            "pooled_prompt_embeds": pooled,
+            "image": latents,
+            "denoising_start": 0.3,
+            **sizes,
+        },
+        {"image": latents, "denoising_start": 0.3, **sizes},
+        _draw_latents,
+        "random:sdxl_refiner:tiny",
+        texts={"image": encoded * pipe.vae.config.scaling_factor, "strength": 1 / 3},
+        simplify_call=dict,  # the latents of the picture are computed twice, and rounded apart
+        frame_images=(picture,),
+    )
+
+
 def flux_fill() -> TinyCase:
     return _add_mask(_drop_negative_prompts(flux()), "flux_fill")
 
@@ -516,6 +570,23 @@ def ovis_image() -> TinyCase:
         "random:ovis_image:tiny",
         _pack_patches,
         _unpack_patches,
+    )
+
+
+def bria() -> TinyCase:
+    embeds, latents = _draw_tensors((9, 48), (4, HEIGHT // 8, WIDTH // 8))
+    return TinyCase(
+        "bria",
+        _load("random:bria:tiny"),
+        build_batch(latents, {"embeds": embeds}),
+        {"prompt_embeds": embeds},
+        {},
+        _draw_latents,
+        "random:bria:tiny",
+        _pack_patches,
+        _unpack_patches,
+        blocks=("BriaTransformerBlock", "BriaSingleTransformerBlock"),
+        untrained=r"norm|\.ff|\.proj_",
     )
 
 
@@ -1190,6 +1261,9 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "sd1_inpainting": sd1_inpainting,
     "sd2_inpainting": sd2_inpainting,
     "sdxl_inpainting": sdxl_inpainting,
+    "sd1_pix2pix": sd1_pix2pix,
+    "sdxl_pix2pix": sdxl_pix2pix,
+    "sdxl_refiner": sdxl_refiner,
     "flux_fill": flux_fill,
     "flux_control": flux_control,
     "sdxl_velocity": sdxl_velocity,
@@ -1210,6 +1284,7 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "qwen_image_edit_plus_2511": qwen_image_edit_plus_2511,
     "aura_flow": aura_flow,
     "ovis_image": ovis_image,
+    "bria": bria,
     "longcat_image": longcat_image,
     "longcat_image_edit": longcat_image_edit,
     "ernie_image": ernie_image,

@@ -42,6 +42,7 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "qwen_image_edit_plus": ".qwen_image_edit:QwenImageEditPlus",
         "aura_flow": ".aura_flow:AuraFlow",
         "ovis_image": ".ovis_image:OvisImage",
+        "bria": ".bria:Bria",
         "longcat_image": ".longcat_image:LongCatImage",
         "longcat_image_edit": ".longcat_image_edit:LongCatImageEdit",
         "ernie_image": ".ernie_image:ErnieImage",

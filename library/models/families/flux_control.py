@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from ..base import BaseModelInfo
 from ..facts import FamilyMatch, SamplingFacts, TrainerNames
@@ -89,9 +89,13 @@ class FluxControl(FluxChannelInput, Flux):
 
     def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
         control = encode_preview_control(self, pipe, load_preview_control(self, prompt))
-        return self._build_text_kwargs(pipe, prompt, cond) | {
-            "control_image": pack_control(pipe, control, cast("Tensor", cond["embeds"]))
-        }
+        return self._build_text_kwargs(pipe, prompt, cond) | {"control_image": pack_control(pipe, control, control)}
+
+    def adapt_sampling_pipeline(self, sampling_pipe: Any) -> Any:
+        """Keep the control image, which is encoded, in the dtype of the transformer and not of the VAE."""
+        prepare, dtype = sampling_pipe.prepare_image, sampling_pipe.transformer.dtype
+        sampling_pipe.prepare_image = lambda *args, **kwargs: prepare(*args, **{**kwargs, "dtype": dtype})
+        return sampling_pipe
 
     def _build_text_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond) -> dict[str, Any]:
         kwargs = super().build_sampling_kwargs(pipe, prompt, cond, cond)

@@ -42,8 +42,11 @@ if TYPE_CHECKING:
     from ...dataloader.batch import Batch, Cond
 
 
-REFINER_EMBEDDING_WIDTH = 2560
-"""The width of the refiner's embeddings of the pooled text and of five numbers, where the base model has six."""
+def is_refiner(read: ConfigReader) -> bool:
+    """Whether the UNet gets five numbers beside the pooled text, where the base model gets six."""
+    unet, encoder = read_required(read, "unet/config.json"), read("text_encoder_2/config.json") or {}
+    width = encoder.get("projection_dim", 1280) + 5 * unet.get("addition_time_embed_dim", 256)
+    return bool(unet.get("projection_class_embeddings_input_dim") == width)
 
 
 def match_sdxl(read: ConfigReader, in_channels: int = 4) -> FamilyMatch | None:
@@ -53,7 +56,7 @@ def match_sdxl(read: ConfigReader, in_channels: int = 4) -> FamilyMatch | None:
         raise ModelError(
             "its UNet has no size conditioning (addition_embed_type text_time), as Stable Diffusion XL has"
         )
-    if unet.get("projection_class_embeddings_input_dim") == REFINER_EMBEDDING_WIDTH:
+    if is_refiner(read):
         raise ModelError("its UNet is the refiner's, whose pipeline class is StableDiffusionXLImg2ImgPipeline")
     return match_unet_model(read, in_channels=in_channels)
 

@@ -9,7 +9,7 @@ from ...adapters.original_module_names import DIFFUSERS_KEYS
 from ...config.network_args import GENERAL_NETWORK
 from ..base import BaseModelInfo
 from ..facts import FamilyMatch, SingleFileFacts, TextEncoderLora, TrainerNames
-from ..model_configs import ConfigReader, ModelError, read_required
+from ..model_configs import ConfigReader, ModelError
 from ..shared_facts import (
     CLIP_G_TOKENIZER,
     CLIP_LORA_TARGET_MODULES,
@@ -19,7 +19,7 @@ from ..shared_facts import (
 )
 from .channel_inputs import encode_preview_control, load_picture
 from .sdxl import FACTS as SDXL_FACTS
-from .sdxl import REFINER_EMBEDDING_WIDTH, StableDiffusionXL
+from .sdxl import StableDiffusionXL, is_refiner
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -35,8 +35,7 @@ PREVIEW_STRENGTH = 0.3
 
 
 def _match_refiner(read: ConfigReader) -> FamilyMatch | None:
-    unet = read_required(read, "unet/config.json")
-    if unet.get("projection_class_embeddings_input_dim") != REFINER_EMBEDDING_WIDTH:
+    if not is_refiner(read):
         raise ModelError("its UNet is not that of the refiner; StableDiffusionXLPipeline is the class of the base model")
     if not (read("model_index.json") or {}).get("requires_aesthetics_score"):
         raise ModelError("its model_index.json lacks requires_aesthetics_score, without which diffusers cannot run it")
@@ -50,7 +49,7 @@ FACTS = replace(
         SDXL_FACTS.pipeline,
         class_name="StableDiffusionXLImg2ImgPipeline",
         kind="edit",
-        num_parameters=0,
+        num_parameters=2_259_526_660,
         hub_id="stabilityai/stable-diffusion-xl-refiner-1.0",
     ),
     detection=replace(SDXL_FACTS.detection, match_configs=_match_refiner, trainer_names=TrainerNames()),
