@@ -244,7 +244,6 @@ def flux_control() -> TinyCase:
     with torch.no_grad():
         latents = pipe.vae.encode(pipe.image_processor.preprocess(image)).latent_dist.mode()
     latents = (latents - pipe.vae.config.shift_factor) * pipe.vae.config.scaling_factor
-    control = {"control_image": image}
     return replace(
         tiny,
         family="flux_control",

@@ -103,7 +103,6 @@ class FluxChannelControl(ChannelControl, FluxChannelInput, Flux):
         return tuple(name for name in super().get_non_block_lora_targets(denoiser) if name != self.input_layer)
 
 
-
 class StableDiffusion1ChannelControl(ChannelControl, UNetChannelInput, StableDiffusion1):
     facts = replace(
         SD1_FACTS,

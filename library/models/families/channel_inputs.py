@@ -143,5 +143,5 @@ def _fit(family: Family, prompt: Prompt, image: Image) -> Image:
 
 def encode_preview_control(family: Family, pipe: Any, control: Image, picture: Image | None = None) -> Tensor:
     """Encode the control image of a preview in float32, as in training."""
-    images = [pipe.image_processor.preprocess(image).float().to(pipe.vae.device) for image in (control, picture or control)]
-    return family.encode_control(pipe, *images)
+    images = [pipe.image_processor.preprocess(image) for image in (control, picture or control)]
+    return family.encode_control(pipe, *(image.float().to(pipe.vae.device) for image in images))

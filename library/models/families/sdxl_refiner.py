@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...adapters.original_module_names import DIFFUSERS_KEYS
-from ...config.network_args import GENERAL_NETWORK
+from ...config.network_args import NetworkFacts
 from ..base import BaseModelInfo
 from ..facts import FamilyMatch, SingleFileFacts, TextEncoderLora, TrainerNames
 from ..model_configs import ConfigReader, ModelError
@@ -36,7 +36,9 @@ PREVIEW_STRENGTH = 0.3
 
 def _match_refiner(read: ConfigReader) -> FamilyMatch | None:
     if not is_refiner(read):
-        raise ModelError("its UNet is not that of the refiner; StableDiffusionXLPipeline is the class of the base model")
+        raise ModelError(
+            "its UNet is not that of the refiner; StableDiffusionXLPipeline is the class of the base model"
+        )
     if not (read("model_index.json") or {}).get("requires_aesthetics_score"):
         raise ModelError("its model_index.json lacks requires_aesthetics_score, without which diffusers cannot run it")
     return match_unet_model(read)
@@ -76,7 +78,7 @@ FACTS = replace(
     options=replace(
         SDXL_FACTS.options,
         components={"vae": "vae", "clip_g": "text_encoder_2"},
-        network=GENERAL_NETWORK,
+        network=NetworkFacts(unet_blocks=(12, 1, 12)),
         kohya_objective=None,
     ),
     notes="for the last fifth of the noise levels: `--max_timestep 200`",
