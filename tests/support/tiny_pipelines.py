@@ -589,6 +589,43 @@ def bria() -> TinyCase:
     )
 
 
+def _drop_fibo_padding(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the text tokens that the mask of the attention excludes."""
+    embeds, layers = arguments["encoder_hidden_states"], arguments["text_encoder_layers"]
+    mask = arguments["joint_attention_kwargs"].get("attention_mask")
+    is_text = torch.ones(embeds.shape[:2]).bool() if mask is None else mask[:, 0, 0, : embeds.shape[1]]
+    texts = [row[each] for state in (embeds, *layers) for row, each in zip(state, is_text, strict=True)]
+    names = {"encoder_hidden_states", "text_encoder_layers"}
+    return {"texts": texts, **{name: value for name, value in arguments.items() if name not in names}}
+
+
+def bria_fibo() -> TinyCase:
+    pipe, texts = _load("random:bria_fibo:tiny"), ["A caption that is longer.", "Blau"]
+    (latents,) = _draw_tensors((4, HEIGHT // 16, WIDTH // 16))
+    with torch.no_grad():
+        cond = FAMILIES.get("bria_fibo")().encode_prompts(pipe, texts)
+
+    def encode(pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+        config = pipe.vae.config
+        mean, std = (torch.tensor(each).view(1, -1, 1, 1, 1) for each in (config.latents_mean, config.latents_std))
+        return _build_frame_encoder(lambda pipe, latents: (latents - mean) / std)(pipe, pixels, generators).squeeze(2)
+
+    return TinyCase(
+        "bria_fibo",
+        pipe,
+        build_batch(latents, cond),
+        {"prompt": texts},
+        {},
+        encode,
+        "random:bria_fibo:tiny",
+        lambda latents: latents.flatten(2).transpose(1, 2),
+        lambda rows: rows.transpose(1, 2).unflatten(2, (HEIGHT // 16, WIDTH // 16)),
+        simplify_call=_drop_fibo_padding,
+        blocks=("BriaFiboTransformerBlock", "BriaFiboSingleTransformerBlock"),
+        untrained=r"norm|\.ff|\.proj_",
+    )
+
+
 def longcat_image() -> TinyCase:
     embeds, latents = _draw_tensors((9, 32), (16, HEIGHT // 8, WIDTH // 8))  # 16 channels are fixed in the pipeline
     return TinyCase(
@@ -1284,6 +1321,7 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "aura_flow": aura_flow,
     "ovis_image": ovis_image,
     "bria": bria,
+    "bria_fibo": bria_fibo,
     "longcat_image": longcat_image,
     "longcat_image_edit": longcat_image_edit,
     "ernie_image": ernie_image,

@@ -43,6 +43,7 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "aura_flow": ".aura_flow:AuraFlow",
         "ovis_image": ".ovis_image:OvisImage",
         "bria": ".bria:Bria",
+        "bria_fibo": ".bria_fibo:BriaFibo",
         "longcat_image": ".longcat_image:LongCatImage",
         "longcat_image_edit": ".longcat_image_edit:LongCatImageEdit",
         "ernie_image": ".ernie_image:ErnieImage",
