@@ -1,4 +1,4 @@
-"""Bria FIBO: each block gets a layer of SmolLM3 for a caption in JSON or plain words; the VAE of Wan 2.2; flow matching.
+"""Bria FIBO: each block gets a layer of SmolLM3 for a caption, of JSON or plain; the VAE of Wan 2.2; flow matching.
 
 The blocks are those of FLUX.1.  Before each, half of the width of the text is replaced by a projection of that layer.
 """
