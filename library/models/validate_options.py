@@ -30,7 +30,7 @@ from ..config.unused_options import (
 from ..dataloader.sample_prompts import Prompt, load_preview_prompts
 from ..dataset.controls import CONTROLS_FROM_IMAGE, MASK_FROM_IMAGE
 from ..dataset.dataset_config import can_load_datasets, load_dataset_config
-from ..dataset.schema import SubsetConfig
+from ..dataset.schema import DatasetConfig, SubsetConfig
 from ..dataset.validate import find_clips_for_image_models, validate_resolution_multiple
 from ..diffusion.timestep_shift import FixedShift
 from ..errors import ConfigError, FileError
@@ -132,6 +132,8 @@ def _validate_datasets(data: DataConfig, cache: CacheConfig, model: DetectedMode
     facts = get_family_facts(model.family)
     if facts.pipeline.frames is None and not model.is_built_in:
         yield from find_clips_for_image_models(parsed.datasets, facts.title, list_video_models())
+    if facts.control.are_channels:
+        yield from _find_other_control_sizes(parsed.datasets, facts.title)
     limits = build_control_limits(model)
     for subset in (subset for dataset in parsed.datasets for subset in dataset.subsets):
         key = subset.control_key or ("control_from_image" if subset.control_from_image else None)
@@ -143,6 +145,15 @@ def _validate_datasets(data: DataConfig, cache: CacheConfig, model: DetectedMode
             yield from [subset.report("control_from_image", *reason)] if reason else []
         if reads_controls and cache.caches_text_outputs:
             yield from _find_random_controls(subset)
+
+
+def _find_other_control_sizes(datasets: Sequence[DatasetConfig], title: str) -> Iterator[Problem]:
+    """Find control images that are not as large as their pictures."""
+    for dataset in datasets:
+        if dataset.has_own_control_size:
+            key = "no_resize_control" if dataset.no_resize_control else "control_resolution"
+            text = f"{title} reads the control image in channels of its input, so that it has the size of the picture"
+            yield dataset.report(key, text, "leave it out")
 
 
 def _describe_wrong_condition(kind: str, facts: FamilyFacts) -> tuple[str, str] | None:

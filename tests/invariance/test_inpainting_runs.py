@@ -1,4 +1,4 @@
-"""Runs of models that read a mask and a masked picture: exact resume, caches, processes, previews, rejections."""
+"""Runs of models that read a mask or a control image as channels: resume, caches, processes, previews, rejections."""
 
 import numpy as np
 import pytest
@@ -70,8 +70,8 @@ def test_two_processes_train_the_adapter_of_one(data, tmp_path, model):
     assert max_relative_difference(one, two) < 1e-5
 
 
-@pytest.mark.parametrize("model", ["sd1_inpainting", "flux_fill"])
-def test_cached_masks_of_files_train_the_same_adapter_and_others_another_one(data_with_masks, tmp_path, model):
+@pytest.mark.parametrize("model", ["sd1_inpainting", "flux_fill", "flux_control", "sd1_pix2pix"])
+def test_cached_images_of_files_train_the_same_adapter_and_others_another_one(data_with_masks, tmp_path, model):
     plain = run(data_with_masks, tmp_path, "plain", "--flip_aug", model=model)
     cached = run(data_with_masks, tmp_path, "disk", "--flip_aug", "--cache_latents_to_disk", model=model)
     # The VAE encodes pictures in other batches.
@@ -91,6 +91,17 @@ def test_previews_paint_into_their_picture(data, tmp_path):
     run(data, tmp_path, "p", "--sample_prompts", str(tmp_path / "prompts.txt"), "--sample_every_n_steps", "4")
     first, second = (np.asarray(Image.open(file), int) for file in sorted((tmp_path / "sample").glob("p_*.png")))
     assert first.shape == (64, 96, 3) and np.abs(first - second).max() > 0
+
+
+def test_previews_of_the_refiner_begin_with_their_picture(data, tmp_path):
+    data.write_text(data.read_text().replace("control_from_image = 'mask'", ""))
+    first, second = sorted((tmp_path / "images").glob("*.png"))[:2]
+    lines = [f"a --w 96 --h 64 --s 4 --d 1 --i {image}" for image in (first, second)]
+    (tmp_path / "prompts.txt").write_text("\n".join(lines))
+    flags = ("--sample_prompts", str(tmp_path / "prompts.txt"), "--sample_every_n_steps", "4", "--max_timestep", "200")
+    run(data, tmp_path, "p", *flags, model="sdxl_refiner")
+    previews = [file.read_bytes() for file in sorted((tmp_path / "sample").glob("p_*.png"))]
+    assert len(set(previews)) == 2
 
 
 @torch.no_grad()
@@ -123,5 +134,8 @@ def test_what_the_masks_do_not_support_is_refused(data, tmp_path):
     assert "mask cannot be used with cache_latents" in list_problems("--cache_latents")
     assert "FLUX.1 Depth and Canny takes no masks; inpainting models do" in list_problems(model="flux_control")
     assert "control_from_image: Stable Diffusion 1 takes no control images" in list_problems(model="sd1")
-    data.write_text(data.read_text().replace("'mask'", "'canny'"))
+    text = data.read_text()
+    data.write_text(text.replace("resolution", "control_resolution = 32\nresolution", 1))
+    assert "control_resolution: Stable Diffusion 1 inpainting reads the control image in channels" in list_problems()
+    data.write_text(text.replace("'mask'", "'canny'"))
     assert "Stable Diffusion 1 inpainting gets a mask, and canny makes none; set 'mask'" in list_problems()
