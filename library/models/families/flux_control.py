@@ -109,7 +109,7 @@ class FluxControl(FluxChannelInput, Flux):
 
 
 class FluxFill(FluxControl):
-    """Behind the tokens of the noise are those of what the mask leaves, and the pixels of the mask as channels."""
+    """The input has what the mask leaves of the picture, and the pixels of the mask, as channels behind the noise."""
 
     facts = FILL_FACTS
 
