@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 from ...adapters.original_module_names import DIFFUSERS_KEYS
 from ...config.network_args import NetworkFacts
 from ..base import BaseModelInfo
-from ..facts import FamilyMatch, SingleFileFacts, TextEncoderLora, TrainerNames
+from ..facts import FamilyMatch, SingleFileFacts, TrainerNames
 from ..model_configs import ConfigReader, ModelError
 from ..shared_facts import (
     CLIP_G_TOKENIZER,
-    CLIP_LORA_TARGET_MODULES,
     DENOISER_PREFIXES,
     UNET_VAE_PREFIXES,
     match_unet_model,
@@ -65,7 +64,7 @@ FACTS = replace(
     lora=replace(
         SDXL_FACTS.lora,
         targets_of="",
-        text_encoders={"text_encoder_2": TextEncoderLora(CLIP_LORA_TARGET_MODULES, "lora_te")},
+        text_encoders={},  # ComfyUI and diffusers name its layers differently
         key_style=DIFFUSERS_KEYS,
         modelspec_architecture="stable-diffusion-xl-v1-refiner",
     ),
@@ -113,6 +112,3 @@ class StableDiffusionXLRefiner(StableDiffusionXL):
 
     def build_frame_image_kwargs(self, pipe: Any, first: Image | None, last: Image | None) -> dict[str, Any]:
         return {}  # it is among build_sampling_kwargs
-
-    def get_unused_text_layers(self, encoder: Any, component: str) -> tuple[str, ...]:
-        return ()  # the last one is used for the pooled embedding
