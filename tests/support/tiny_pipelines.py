@@ -584,6 +584,7 @@ def bria() -> TinyCase:
         "random:bria:tiny",
         _pack_patches,
         _unpack_patches,
+        encodes_prompts_alone=True,  # as the pipeline, which so pads none
         blocks=("BriaTransformerBlock", "BriaSingleTransformerBlock"),
         untrained=r"norm|\.ff|\.proj_",
     )

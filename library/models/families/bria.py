@@ -45,7 +45,7 @@ def _match_bria(read: ConfigReader) -> FamilyMatch:
 
 FACTS = FamilyFacts(
     title="Bria 3.2",
-    pipeline=PipelineFacts(class_name="BriaPipeline", num_parameters=0, hub_id="briaai/BRIA-3.2"),
+    pipeline=PipelineFacts(class_name="BriaPipeline", num_parameters=3_785_669_392, hub_id="briaai/BRIA-3.2"),
     detection=DetectionFacts(match_configs=_match_bria),
     lora=FamilyLora(
         # The attention of all blocks.

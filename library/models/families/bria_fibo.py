@@ -46,7 +46,7 @@ def _match_bria_fibo(read: ConfigReader) -> FamilyMatch:
 
 FACTS = FamilyFacts(
     title="Bria FIBO",
-    pipeline=PipelineFacts(class_name="BriaFiboPipeline", num_parameters=0, hub_id="briaai/FIBO"),
+    pipeline=PipelineFacts(class_name="BriaFiboPipeline", num_parameters=8_285_836_848, hub_id="briaai/FIBO"),
     detection=DetectionFacts(match_configs=_match_bria_fibo),
     lora=FamilyLora(
         # The attention of all blocks.
