@@ -123,7 +123,8 @@ def draw_mask(height: int, width: int, rng: random.Random) -> Pixels:
     draw = ImageDraw.Draw(image)
     for _ in range(rng.randint(1, MAX_MASK_SHAPES)):
         sides = [max(1, round(side * rng.uniform(0.1, 0.6))) for side in (width, height)]
-        left, top = (rng.randint(0, whole - side) for whole, side in zip((width, height), sides, strict=True))
+        # Half of a shape may be outside, so that corners are covered, too.
+        left, top = (rng.randint(0, whole - 1) - side // 2 for whole, side in zip((width, height), sides, strict=True))
         shape = draw.rectangle if rng.random() < 0.5 else draw.ellipse
         shape((left, top, left + sides[0] - 1, top + sides[1] - 1), fill=255)
     return np.repeat(np.asarray(image)[..., None], 3, axis=2)
