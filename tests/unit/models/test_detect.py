@@ -196,6 +196,20 @@ def test_a_single_file_is_detected_by_its_keys_and_shapes(shapes, family, config
     assert FAMILY_FACTS[family].title in actual.reason
 
 
+@pytest.mark.parametrize(("channels", "family"), [(64, "flux"), (128, "flux_control"), (384, "flux_fill")])
+def test_the_input_channels_tell_the_models_of_flux_apart(channels, family, tmp_path):
+    shapes = {
+        "double_blocks.0.img_attn.qkv.weight": [9216, 3072],
+        "img_in.weight": [3072, channels],
+        "txt_in.weight": [3072, 4096],
+        "vector_in.in_layer.weight": [3072, 768],
+        "guidance_in.in_layer.weight": [3072, 256],
+    }
+    options = dict.fromkeys(("ae", "clip_l", "t5xxl"), write_model_folder(tmp_path / "others", config="flux"))
+    path = write_sparse_file(tmp_path / "model.safetensors", shapes)
+    assert detect_model(ModelConfig(path, **options)).family == family
+
+
 def test_the_prediction_type_of_a_single_file_is_read_from_its_metadata(tmp_path):
     def prediction(shapes, metadata=None):
         actual = detect_model(write_sparse_file(tmp_path / "model.safetensors", shapes, metadata))
