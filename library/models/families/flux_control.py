@@ -10,6 +10,7 @@ from ..base import BaseModelInfo
 from ..facts import FamilyMatch, SamplingFacts, TrainerNames
 from ..model_configs import ConfigReader
 from ..shared_facts import match_flow_model
+from ..training_noise import AS_SAMPLED
 from .channel_inputs import (
     ONE_CONTROL,
     ONE_MASK,
@@ -60,6 +61,7 @@ CONTROL_FACTS = replace(
     sampling=SamplingFacts(num_inference_steps=28, guidance_scale=30.0),
     control=ONE_CONTROL,
     options=replace(FLUX_FACTS.options, musubi_versions={}, kohya_objective=None),
+    training_noise=AS_SAMPLED,
     notes="from an image of edges or depths",
 )
 
