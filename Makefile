@@ -10,8 +10,6 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Some containers set it; without cached bytecode each of the many processes of the tests compiles the package again.
-unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install demo demo-control web test lint lint-platforms test-quick test-slow test-pairs test-programs test-all clean
 
@@ -26,16 +24,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@touch $@
 
 demo: install
-	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
-	  train_lora.py --dataset_config dataset_configs/demo.toml --config_file dataset_configs/demo_run.toml --overwrite
-	@echo
-	@echo "Open output/demo/demo.before_after.png: the model before, and with the LoRA after more and more steps."
-	@echo "Next: other prompts in dataset_configs/demo_prompts.txt, other settings in dataset_configs/demo_run.toml,"
-	@echo "or your own images and a real model: see \"Train\" in README.md."
-	@echo
-	@echo "To look at this run in a browser, with its charts and previews, and to start others:"
-	@echo "  $(BIN)/python -m library web"
-	@echo "then open http://127.0.0.1:7860/runs/0/output/demo/demo"
+	$(BIN)/python -m library demo
 
 demo-control: install
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
@@ -49,30 +38,18 @@ demo-control: install
 web: install
 	$(BIN)/python -m library web
 
+# What each suite runs: library/tools/test.py
 test: install
-	@$(MAKE) --no-print-directory -j 2 lint test-quick  # the type checker has one thread
+	$(BIN)/python -m library test
 
-lint: install
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+lint lint-platforms: install
+	$(BIN)/python -m library test $@
 
-lint-platforms: install
-	@for platform in win32 darwin; do $(BIN)/mypy --platform $$platform --cache-dir .mypy_cache/$$platform || exit 1; done
+test-quick test-slow test-pairs test-programs: install
+	$(BIN)/python -m library test $(patsubst test-%,%,$@)
 
-test-quick: install
-	$(BIN)/python -m pytest -n 2 --dist worksteal
-
-test-slow: install lint-platforms
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "slow and not programs and not pairs"
-
-test-pairs: install
-	$(BIN)/python -m pytest tests/pairs -n 2 --dist worksteal -m pairs
-
-test-programs: install
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m programs
-
-test-all: test test-slow test-programs
+test-all: install
+	$(BIN)/python -m library test all
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..parallel.block_swap import OffloadedBytes, count_block_bytes
-from ..parallel.frozen_base import find_innermost_blocks, select_spread_indices
+from ..parallel.frozen_base import find_innermost_blocks, list_experts, select_spread_indices
 from ..parallel.quantize import QuantizedWeight, can_convert_frozen_layer
 
 UNPACKING_TRAFFIC: Mapping[str, int] = {"none": 0, "fp8": 24, "int8": 24, "nf4": 4}
@@ -29,8 +29,10 @@ class StoredBase:
     saved_bytes: int = 0
     """Bytes that the device has less than with all weights as they are in the model files."""
     offloaded: OffloadedBytes = field(default_factory=OffloadedBytes)
-    swapped_blocks: int = 0
-    """Blocks in host memory."""
+    visited_blocks: float = 0
+    """Blocks in host memory that a step uses."""
+    copied_bytes: float = 0
+    """Bytes that a step copies from host memory, forward and backward."""
     unpacked_weights: int = 0
     unpacking_traffic: int = 0
     """Bytes of device memory that are read and written to unpack every weight once."""
@@ -42,6 +44,7 @@ class BlockWeights:
     """The convertible frozen weights of a denoiser, by block, before they are quantized or swapped."""
 
     def __init__(self, denoiser: nn.Module):
+        self._experts = len(list_experts(denoiser))
         self._blocks = [_list_weights(block) for block in find_innermost_blocks(denoiser)]
         self._sizes: dict[str, list[tuple[int, int]]] = {}
 
@@ -57,14 +60,21 @@ class BlockWeights:
         on_device = sum(size for index, (size, _) in enumerate(sizes) if index not in swapped)
         offloaded = [sizes[index][1] for index in sorted(swapped) if sizes[index][1]]
         unpacked = [] if quantize_base == "none" else [weight for block in self._blocks for weight in block]
+        in_host_memory = OffloadedBytes.from_blocks(offloaded, ring_size)
         return StoredBase(
             saved_bytes=before - on_device,
-            offloaded=OffloadedBytes.from_blocks(offloaded, ring_size),
-            swapped_blocks=len(offloaded),
+            offloaded=in_host_memory,
+            visited_blocks=len(offloaded) / self._experts,
+            copied_bytes=self._count_copied_bytes(in_host_memory, len(offloaded)),
             unpacked_weights=len(unpacked),
             unpacking_traffic=UNPACKING_TRAFFIC[quantize_base] * sum(weight.numel() for weight in unpacked),
             largest_unpacked=max((weight.nbytes for weight in unpacked), default=0),
         )
+
+    def _count_copied_bytes(self, offloaded: OffloadedBytes, num_blocks: int) -> float:
+        """Count a step's copies; the ring may hold all blocks of an expert, which every other step changes."""
+        stays = self._experts > 1 and offloaded.ring_size * self._experts >= num_blocks
+        return offloaded.total / self._experts * (0.5 if stays else 2)
 
     def _count_bytes(self, quantize_base: str) -> list[tuple[int, int]]:
         """Count the bytes of each block in a format, as they are and in host memory, once."""

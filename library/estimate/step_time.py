@@ -59,7 +59,7 @@ def estimate_images_per_second(
     computation *= micro_batches + (stages - 1) / len(parts[0].chunks)
     # Gathering weights and offloading activations overlap with computation; sent activations and gradients do not.
     computation += micro_batches * _count_fetches(layout, run, passes) * SECONDS_PER_FETCH
-    gathered_bytes = _count_gathered_bytes(layout, run, passes) + 2 * run.stored.offloaded.total
+    gathered_bytes = _count_gathered_bytes(layout, run, passes) + run.stored.copied_bytes
     if config.train.cpu_offload_checkpointing:
         gathered_bytes += 2 * sum(run.step.flows[:-1])
     total = max(computation, micro_batches * gathered_bytes / devices.link_speed)
@@ -78,12 +78,12 @@ def _estimate_computation(part: DevicePart, run: MetaRun, passes: int, devices: 
     return max(on_device, on_host * RECOMPUTATION_FACTOR if passes == 3 else on_host)
 
 
-def _count_fetches(layout: ParallelLayout, run: MetaRun, passes: int) -> int:
+def _count_fetches(layout: ParallelLayout, run: MetaRun, passes: int) -> float:
     """Count how often the host waits in a micro-batch: for swapped weights, blocks' activations, ZeRO 3's weights.
 
     DeepSpeed gathers each weight by hooks in Python, which take at least as long as those of swapped weights.
     """
-    count = 2 * run.stored.swapped_blocks
+    count = 2 * run.stored.visited_blocks
     if layout.config.train.cpu_offload_checkpointing:
         count += 2 * len(run.step.blocks)
     if layout.zero is not None and layout.zero.stage == 3:

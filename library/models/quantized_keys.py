@@ -20,6 +20,7 @@ from typing import Any
 from .model_configs import ModelError
 
 FP8_TYPES = ("F8_E4M3", "F8_E5M2")
+FLOAT_TYPES = ("F32", "F16", "BF16")
 SCALE_ENDS = ("scale_weight", "weight_scale", "weight_scale_inv", "SCB")
 """The ends of the names of a scale, in place of ``weight``."""
 OTHER_ENDS = ("scale_input", "input_scale", "comfy_quant", "weight_format", "weight_scale_2")
@@ -38,7 +39,7 @@ class StoredFormat:
     """How one quantized weight is stored."""
 
     name: str
-    """``fp8``, ``int8``, ``nf4``, ``fp4``, or a type of GGUF: ``Q4_K``."""
+    """``fp8``, ``int8``, ``nf4``, ``fp4``, ``scaled`` (of ordinary floats), or a type of GGUF: ``Q4_K``."""
     shape: tuple[int, ...]
     """The shape of the weight, which that of its tensor may not be."""
     scale: str | None = None
@@ -75,6 +76,8 @@ def find_stored_formats(
             formats[key] = StoredFormat("fp8", shape, scale)
         elif dtypes[key] == "I8" and scale is not None:
             formats[key] = StoredFormat("int8", shape, scale)
+        elif dtypes[key] in FLOAT_TYPES and scale is not None and not scale.endswith("SCB"):
+            formats[key] = StoredFormat("scaled", shape, scale)  # a layer that was left out when others became fp8
     return formats
 
 

@@ -9,7 +9,8 @@ are allocated once.  Weights are frozen, so nothing is ever copied back.
 A block is visited in each forward, and in each backward pass, where activation checkpointing also recomputes it.  The
 order of visits is recorded; a visit starts the copies of the blocks that follow into buffers that are not needed
 sooner.  So the last blocks of the forward are still there when the backward begins, and likewise the first blocks in
-the next step.
+the next step.  Of a model of two experts, of which a step uses one, no block of the other is copied ahead: if the ring
+holds the blocks of one expert, the idle one waits in host memory, and steps of the same expert copy nothing.
 
 The host waits for nothing: a copy waits on the device for the work that was queued before its visit, and so for the
 last use of its buffer, and the compute stream waits for the copy's event.
@@ -122,6 +123,8 @@ class BlockOffloader:
 
     def __init__(self, device: torch.device, sizes: OffloadedBytes, stream: CopyStream | None = None):
         self.device, self.sizes, self.blocks = device, sizes, list[HostBlock]()
+        self._experts = list[int]()
+        """The expert of each block."""
         self.copied_blocks = self.copied_ahead = 0
         """Copies of a block to the device, and those that were started before the visit."""
         self._stream = CopyStream(device) if stream is None else stream
@@ -139,9 +142,10 @@ class BlockOffloader:
         """The memory that the ring takes on the device, from the beginning on."""
         return [each.bytes for each in self._ring]
 
-    def offload_block(self, weights: Sequence[QuantizedWeight]) -> list[FetchWeight]:
-        """Move the weights of a block to host memory; return the functions that fetch them."""
+    def offload_block(self, weights: Sequence[QuantizedWeight], expert: int = 0) -> list[FetchWeight]:
+        """Move the weights of a block of an expert to host memory; return the functions that fetch them."""
         self.blocks.append(HostBlock(weights, self._memory))
+        self._experts.append(expert)
         return [partial(self.fetch, len(self.blocks) - 1, index) for index in range(len(weights))]
 
     def fetch(self, block: int, index: int, in_backward: bool = False, has_backward: bool = False) -> QuantizedWeight:
@@ -156,7 +160,7 @@ class BlockOffloader:
 
     def _start_visit(self, visit: Visit) -> None:
         """Wait for the block of a visit, and start the copies of those that follow."""
-        if self._visit is not None:
+        if self._visit is not None and self._experts[self._visit.block] == self._experts[visit.block]:
             self._following[self._visit] = visit
         self._visit = visit
         self._visit_count += 1

@@ -36,6 +36,7 @@ def quantize_and_offload_base(
     device, base_device = devices
     blocks, quant_type = find_innermost_blocks(denoiser), model.quantize_base
     swapped = set(select_spread_indices(len(blocks), train.blocks_to_swap))
+    experts = _number_experts(denoiser, blocks)
     layers: list[list[Any]] = [[*filter(can_convert_frozen_layer, block.modules())] for block in blocks]
     offloaded = OffloadedBytes.from_blocks(
         [size for index in sorted(swapped) if (size := _count_host_bytes(layers[index], quant_type))],
@@ -49,7 +50,7 @@ def quantize_and_offload_base(
         bytes_before += sum(layer.weight.nbytes for layer in block_layers)
         if index in swapped:
             weights = [_quantize(layer, device, quant_type, nf4_kernel) for layer in block_layers]
-            for layer, fetch in zip(block_layers, offloader.offload_block(weights), strict=True):
+            for layer, fetch in zip(block_layers, offloader.offload_block(weights, experts[index]), strict=True):
                 convert_frozen_layer(layer, fetch, _select_class(layer, model))
             continue
         for layer in block_layers:
@@ -79,6 +80,18 @@ def _select_class(layer: nn.Module, model: ModelConfig) -> type[FrozenLayer] | N
     if model.quantized_matmul and can_multiply_quantized(layer, model.quantize_base):
         return QuantizedMatmulLinear
     return None
+
+
+def list_experts(denoiser: nn.Module) -> list[nn.Module]:
+    """List the experts of a denoiser, of which each step uses one; most have a single one."""
+    return [*denoiser.children()] if getattr(denoiser, "is_partly_idle", False) else [denoiser]
+
+
+def _number_experts(denoiser: nn.Module, blocks: Sequence[nn.Module]) -> list[int]:
+    """Number the experts that the blocks are of."""
+    experts = enumerate(list_experts(denoiser))
+    numbers = {module: number for number, expert in experts for module in expert.modules()}
+    return [numbers[block] for block in blocks]
 
 
 def _count_host_bytes(layers: Sequence[Any], quant_type: str) -> int:

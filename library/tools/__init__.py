@@ -21,6 +21,7 @@ def _run_options(argv: Sequence[str]) -> tuple[str, int]:
 
 
 TOOLS: dict[str, tuple[str, Tool]] = {
+    "demo": ("train a LoRA on the built-in model", partial(_run_tool, "demo")),
     "doctor": ("check packages, devices and a launch command", partial(_run_tool, "doctor")),
     "plan": ("print buckets, steps, samples and estimated memory, without training", partial(_run_tool, "plan")),
     "cache": ("cached latents and captions: build, verify, repair, prune, info", partial(_run_tool, "cache")),
@@ -35,5 +36,6 @@ TOOLS: dict[str, tuple[str, Tool]] = {
     "launch": ("accelerate launch or torchrun with signal forwarding and exit codes", partial(_run_tool, "launch")),
     "models": ("list the models that can be trained", partial(_run_tool, "models")),
     "web": ("a page in the browser: runs, pictures, new runs, LoRA files", partial(_run_tool, "web")),
+    "test": ("linter, types and tests of a checkout", partial(_run_tool, "test")),
     "options": ("print docs/options.md", _run_options),
 }

@@ -189,7 +189,7 @@ def describe_machine() -> tuple[list[Finding], list[Check]]:
         )
         for precision in ("no", "bf16", "fp16"):
             name, is_plain = f"training step on {device}, mixed_precision {precision}", precision == "no"
-            fix = "run the tests: make test" if is_plain else "use another --mixed_precision"
+            fix = "run the tests: python -m library test" if is_plain else "use another --mixed_precision"
             checks.append(Check(name, check_training_step, (device, precision), fix, is_plain))
         checks.append(Check(f"memory of {device}", check_memory, (device,), "the driver or the device does not answer"))
     for index in range(1, machine.device_count):

@@ -66,6 +66,11 @@ def validate_model_parallel(
     """Check that the denoiser can be split as ``--pp_size``, ``--tp_size``, ``--cp_size`` or ``--device_map`` ask."""
     if parallel.model_parallel_size == 1 and parallel.device_map is None:
         return
+    for name, size in parallel.model_parallel_sizes.items():
+        reason = family.facts.blocks.unsupported_strategies.get(name.removesuffix("_size"))
+        if size > 1 and reason:
+            yield Problem(name, reason, "use --fsdp", value=str(size))
+            return
     denoiser = load_denoiser()
     if parallel.device_map is not None:
         yield from validate_device_map(denoiser, parallel.device_map)
@@ -76,11 +81,6 @@ def validate_model_parallel(
                 "use another optimizer, or --pp_size",
             )
     yield from _validate_pipeline(parallel, family, denoiser)
-    for name, size in parallel.model_parallel_sizes.items():
-        reason = family.facts.blocks.unsupported_strategies.get(name.removesuffix("_size"))
-        if size > 1 and reason:
-            yield Problem(name, reason, "use --fsdp", value=str(size))
-            return
     if parallel.cp_size > 1 and not family.facts.blocks.lists:
         size = parallel.cp_size
         yield Problem(

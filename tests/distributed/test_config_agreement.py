@@ -92,6 +92,7 @@ def test_paths_may_differ_between_ranks_but_not_the_contents(data, tmp_path):
     assert [code for code, _, _ in ends] == [2, 2] and not ends[1][1]
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_start_reports_its_problem_to_the_others(data, tmp_path):
     others = {1: ["--mixed_precision", "fp16"]}
     ends = run_on_ranks(2, run_with_different_ranks, others, "gpu-b", *data, "--output_dir", str(tmp_path))

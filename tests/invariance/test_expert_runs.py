@@ -10,6 +10,7 @@ from rank_processes import run_on_ranks
 from safetensors.torch import load_file
 from training_runs import train
 
+from library.config.schema_distributed import ParallelConfig
 from library.config.schema_objective import NoiseConfig
 from library.diffusion.noise_experts import HIGH_NOISE, LOW_NOISE, NoiseExperts
 from library.diffusion.noise_levels import NoiseDistribution
@@ -17,6 +18,7 @@ from library.diffusion.timestep_shift import FixedShift
 from library.errors import ConfigError
 from library.models.families import FAMILIES
 from library.tools.plan import run_plan
+from library.training.validate_model import validate_model_parallel
 
 STEPS, SEED = 6, 5
 MODEL = "random:wan22_t2v:tiny"
@@ -93,6 +95,10 @@ LAYOUTS = {
     "FSDP": (2, ("--fsdp",)),
     "recovery": (1, ("--gradient_accumulation_steps", "2", "--on_oom", "recover")),
     "swapped blocks": (1, ("--gradient_accumulation_steps", "2", "--blocks_to_swap", "3", "--gradient_checkpointing")),
+    "idle expert in host memory": (
+        1,
+        "--gradient_accumulation_steps 2 --blocks_to_swap 4 --block_swap_ring_size 2".split(),
+    ),
 }
 
 
@@ -195,3 +201,12 @@ def test_what_two_experts_cannot_do_is_refused_in_one_line(flags, reason, datase
     values = [*flags.split(), str(tmp_path / "file.txt")]
     with pytest.raises(ConfigError, match=reason):
         train(*build_flags(dataset, tmp_path, *values))
+
+
+@pytest.mark.parametrize("option", ["pp_size", "cp_size"])
+def test_what_would_split_both_experts_ends_with_one_line(option):
+    """Its blocks are those of two transformers, of which a check builds one."""
+    parallel = ParallelConfig(**{option: 2})
+    family = FAMILIES.get("wan22_t2v")()
+    problems = list(validate_model_parallel(parallel, "AdamW", family, lambda: pytest.fail("a denoiser is built")))
+    assert [problem.option for problem in problems] == [option]

@@ -88,7 +88,7 @@ def build_search(flags, memory=2**40, batch=None, num_devices=1):
     return finder, GridSearch(finder, MetaRuns(model, batch or BATCH), Devices(num_devices, memory))
 
 
-@pytest.mark.parametrize("flags", [FLUX, SDXL], ids=["flux", "sdxl"])
+@pytest.mark.parametrize("flags", [FLUX, pytest.param(SDXL, marks=pytest.mark.slow)], ids=["flux", "sdxl"])
 def test_no_combination_of_a_model_is_better_than_the_advised_one(flags):
     _, search = build_search(flags, batch=LARGE_BATCH)
     totals = sorted(each.total for each in search.candidates)
@@ -142,6 +142,7 @@ def test_a_batch_is_divided_and_its_parts_are_accumulated():
     assert not any("train_batch_size" in each.options for each in search.candidates)
 
 
+@pytest.mark.slow
 def test_checkpointing_every_second_block_is_put_together_from_two_steps():
     config, _, model = load_config(*FLUX, "--gradient_checkpointing", "--gradient_checkpointing_every", "2", *CACHES)
     real = MetaRun(config, model, BATCH).step.total
@@ -161,6 +162,7 @@ def test_checkpointing_every_second_block_is_put_together_from_two_steps():
 CACHES = ("--cache_latents", "--cache_text_encoder_outputs")
 
 
+@pytest.mark.slow
 def test_checkpointing_is_advised_where_without_it_only_offloading_everything_fits():
     config, explicit, model = load_config(*FLUX)
     finder = LayoutFinder(config, explicit, model, 1)

@@ -70,11 +70,13 @@ def test_with_enough_memory_only_what_costs_nothing_is_chosen(flags):
     assert options == {"cache_latents": True, "cache_text_encoder_outputs": True, "mixed_precision": "bf16"}
 
 
+@pytest.mark.slow
 def test_what_the_user_set_stays(flags):
     words = "--no-cache_latents", "--mixed_precision", "fp16", "--quantize_base", "int8", "--gpu_memory", ENOUGH
     assert choose(flags, *words)[0] == {"cache_text_encoder_outputs": True}
 
 
+@pytest.mark.slow
 def test_latents_of_random_crops_are_not_cached(flags, tmp_path):
     with (tmp_path / "set.toml").open("a") as file:
         file.write("random_crop = true\n")
@@ -94,6 +96,7 @@ def test_a_batch_is_accumulated_unless_the_dataset_file_sets_it(flags, tmp_path)
     assert "it fits with gradient_checkpointing on (about " in problem
 
 
+@pytest.mark.slow
 def test_too_little_memory_is_one_problem_with_the_memory_that_would_do(flags):
     problem = find_problem(flags, "--gpu_memory", "790MB")
     assert problem.startswith("--gpu_memory: 790MB is too little: the run needs 0.8")

@@ -188,6 +188,15 @@ def test_a_vae_cast_to_fp8_loads_as_its_values(name, build_case, tmp_path):
     assert all(torch.equal(loaded[0][key], loaded[1][key]) for key in loaded[1])
 
 
+@pytest.mark.parametrize("end", ["scale_weight", "weight_scale"])
+def test_a_scale_beside_a_weight_of_ordinary_floats_is_multiplied(end, tmp_path):
+    """As in ComfyUI, whose layers of scaled files all multiply with their scale."""
+    weight = torch.randn(4, 8, dtype=torch.bfloat16)
+    model_layouts.save_tensors({"a.weight": weight, f"a.{end}": torch.tensor(0.5)}, tmp_path / "a.safetensors")
+    read = read_file_weights([tmp_path / "a.safetensors"])["a.weight"]
+    assert torch.equal(read.to(dtype=torch.float32), weight.float() / 2)
+
+
 @pytest.mark.parametrize("name", ["a.scale", "a.weight.scale", "a.block_scale"])
 def test_fp8_with_a_scale_of_another_name_is_refused(name, tmp_path):
     tensors = {"a.weight": torch.ones(4, 4).to(torch.float8_e4m3fn), name: torch.ones(1), "b.scale": torch.ones(4)}

@@ -187,3 +187,21 @@ def test_blocks_share_few_allocations_of_pinned_memory(monkeypatch):
     assert all((buffer == number).all() for number, buffer in enumerate(buffers)), "no two blocks share bytes"
     # Six blocks of 1360 bytes fill 8192; one by one they would take 2048 each.
     assert allocated == [(8192, True), (4096, True), (2048, True)]
+
+
+def test_an_idle_expert_waits_in_host_memory_if_the_ring_holds_the_blocks_of_one():
+    """Steps of the same expert copy nothing; a step of the other copies each of its blocks once."""
+    streams, blocks = FakeStreams(), build_blocks()
+    experts, expected = (blocks[: DEPTH // 2], blocks[DEPTH // 2 :]), build_blocks()
+    offloader = swap_blocks(
+        list_layers(blocks), "none", DEPTH // 2, CopyStream(CPU, streams), blocks_per_expert=DEPTH // 2
+    )
+    copied = []
+    for expert in (0, 0, 1, 1, 1, 0, 1):
+        before = offloader.copied_blocks
+        with RaceDetector(streams) as detector:
+            gradient = run_step(experts[expert], is_checkpointed=True)
+        assert torch.equal(gradient, run_step(expected[: DEPTH // 2] if expert == 0 else expected[DEPTH // 2 :]))
+        assert not detector.races, detector.races
+        copied.append(offloader.copied_blocks - before)
+    assert copied == [DEPTH // 2, 0, DEPTH // 2, 0, 0, DEPTH // 2, DEPTH // 2]

@@ -137,10 +137,10 @@ def test_a_conversion_needs_at_most_twice_the_memory_of_the_file(file_format, tm
 @pytest.mark.parametrize(
     ("model", "kind", "file_format", "advised"),
     [
-        ("sd1", "loha", "diffusers", "comfy"),
-        ("flux", "lokr", "diffusers", "comfy"),
+        pytest.param("sd1", "loha", "diffusers", "comfy", marks=pytest.mark.slow),
+        pytest.param("flux", "lokr", "diffusers", "comfy", marks=pytest.mark.slow),
         ("flux", "loha", "kohya", "comfy"),
-        ("sd1", "oft", "kohya", "diffusers"),
+        pytest.param("sd1", "oft", "kohya", "diffusers", marks=pytest.mark.slow),
         ("sd1", "glora", "diffusers", "comfy"),
     ],
 )
@@ -164,6 +164,7 @@ def test_a_refused_format_names_one_that_this_command_writes(model, kind, file_f
     assert run_tool(["convert", str(source), str(target), "--to", advised]) == 0
 
 
+@pytest.mark.slow
 def test_an_update_of_fused_layers_that_cannot_be_split_is_refused_with_a_command_that_takes_it(tmp_path, capsys):
     source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
     name = "lora_unet_double_blocks_0_img_attn_qkv"
