@@ -12,7 +12,7 @@ from library.models.families import FAMILIES, FAMILY_FACTS
 __all__ = ["build_case"]  # a fixture
 FOLDERS_ONLY = (
     *("kolors", "wan22_t2v", "wan22_i2v", "wan22_ti2v", "skyreels_v2", "hunyuan_video15", "ltx_video"),
-    *("cogvideox", "cogvideox15", "mochi", "kandinsky5_video", "sana_video"),
+    *("cogvideox", "cogvideox15", "mochi", "kandinsky5_video", "sana_video", "bria", "bria_fibo"),
 )
 NAMES = [name for name in FAMILY_FACTS if name not in (*FOLDERS_ONLY, "hunyuan_video")]  # which has one of its denoiser
 
