@@ -166,7 +166,7 @@ def _encode_texts(pipe: Any, texts: list[str]) -> list[Tensor]:
 
 def _split_layers(config: Any, states: Tensor) -> list[Tensor]:
     """Split the states of all layers of the text encoder (B, tokens, layers x width) to those of each."""
-    return list(states.unflatten(2, (-1, config.text_encoder_dim)).unbind(2))
+    return list(states.view(*states.shape[:2], -1, config.text_encoder_dim).unbind(2))
 
 
 def _join_last_layers(layers: Sequence[Tensor]) -> Tensor:
@@ -203,8 +203,8 @@ def _build_pipeline_class() -> Any:
             config, dtype = self.transformer.config, self.transformer.dtype
             texts = self.encoded if kwargs["guidance_scale"] > 1 else self.encoded[:1]
             padded, mask = pad_text_embeds(texts)
-            states = [_split_layers(config, row) for row in padded.to(dtype).split(1)]
-            embeds, masks = [_join_last_layers(each) for each in states], list(mask.to(padded.device, dtype).split(1))
+            states = [_split_layers(config, row) for row in padded.to(dtype)[:, None]]
+            embeds, masks = [_join_last_layers(each) for each in states], list(mask.to(padded.device, dtype)[:, None])
             if len(texts) == 1:
                 embeds, masks, states = [*embeds, None], [*masks, None], [*states, None]  # type: ignore[list-item]
             text_ids = torch.zeros(1, padded.shape[1], 3, device=padded.device, dtype=dtype)

@@ -79,8 +79,9 @@ def binarize_mask(pixels: Tensor) -> Tensor:
     """Return the mask (B, 1, height, width) of an image in -1..1: 1, where it is painted, is the brighter half."""
     import torch
 
-    red, green, blue = (pixels.float().add(1) / 2).split(1, dim=1)
-    return torch.where(0.299 * red + 0.587 * green + 0.114 * blue >= 0.5, 1.0, 0.0)
+    red, green, blue = (pixels.float().add(1) / 2).unbind(1)
+    brightness = (0.299 * red + 0.587 * green + 0.114 * blue).unsqueeze(1)
+    return torch.where(brightness >= 0.5, 1.0, 0.0)
 
 
 class UNetInpainting(UNetChannelInput):

@@ -77,7 +77,7 @@ class UNetEditing(UNetChannelInput):
     """A UNet whose input has the latents of the picture to be edited, as the VAE returns them, without its scale."""
 
     def encode_control(self, pipe: Any, control: Tensor, pixels: Tensor) -> Tensor:
-        return super().encode_control(pipe, control, pixels) / pipe.vae.config.scaling_factor
+        return super().encode_control(pipe, control, pixels) / float(pipe.vae.config.scaling_factor)
 
     def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
         image = encode_preview_control(self, pipe, load_preview_control(self, prompt))
