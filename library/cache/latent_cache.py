@@ -6,7 +6,7 @@ When a cached file is out of date is decided by keys.py; the files are written b
 import logging
 import os
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,9 +116,9 @@ class LatentEncoder:
         finite = moments.isfinite().flatten(1).all(1).tolist()
         dtype = CACHE_DTYPES[self.encoders.cache.cache_precision]
         entries = []
-        for row, (index, (_, mask, controls)) in enumerate(images.items()):
+        for row, (index, (image, mask, controls)) in enumerate(images.items()):
             sample = self.augmenter.manifest.samples[int(self.latent_keys.sample_indices[index])]
-            value = moments[row] if finite[row] else self._reencode_in_float32(pipe, pixels[row], sample.key)
+            value = moments[row] if finite[row] else self._reencode(pipe, pixels[row], sample.key)
             if value is None:
                 self.failures[index] = _report_overflow(sample.image)
                 continue
@@ -128,7 +128,7 @@ class LatentEncoder:
             if mask is not None:
                 tensors[MASK_TENSOR] = self._resize_mask(mask, (value.shape[-2], value.shape[-1]))
             for number, control in enumerate(controls):
-                latents = self._encode_control(pipe, control, sample.controls[number].image.key)
+                latents = self._encode_control(pipe, control, image, sample.controls[number].image.key)
                 if latents is None:
                     self.failures[index] = _report_overflow(sample.controls[number].image)
                     break
@@ -137,14 +137,19 @@ class LatentEncoder:
                 entries.append(EncodedEntry(index, tensors, sample.key))
         return entries
 
-    def _encode_control(self, pipe: Any, control: Pixels, name: str) -> Tensor | None:
-        """Encode one control image, of which only the mean is used; None if the VAE fails."""
-        pixels = torch.from_numpy(np.ascontiguousarray(move_channels_first(control)))
-        moments = self._encode_moments(pipe, pixels[None])[0]
-        if not bool(moments.isfinite().all()):
-            reencoded = self._reencode_in_float32(pipe, pixels, name)
-            return None if reencoded is None else reencoded[0]
-        return moments[0]
+    def _encode_control(self, pipe: Any, control: Pixels, image: Pixels, name: str) -> Tensor | None:
+        """Encode one control image of a picture; None if the VAE fails."""
+        both = [torch.from_numpy(np.ascontiguousarray(move_channels_first(each)))[None] for each in (control, image)]
+
+        def encode() -> Tensor:
+            values = [normalize_pixels(pixels.to(self.encoders.strategy.device)) for pixels in both]
+            with torch.no_grad(), torch.autocast(values[0].device.type, enabled=False):
+                return self.encoders.family.encode_control(pipe, *values)[0]
+
+        latents = encode()
+        if bool(latents.isfinite().all()):
+            return latents
+        return self._repeat_in_float32(pipe, encode, name)
 
     def _encode_moments(self, pipe: Any, pixels: Tensor) -> Tensor:
         values = normalize_pixels(pixels.to(self.encoders.strategy.device))
@@ -161,14 +166,17 @@ class LatentEncoder:
         on_device = torch.from_numpy(mask)[None, None].to(self.encoders.strategy.device)
         return resize_mask_to_latents(on_device, latent_size)[0].cpu()
 
-    def _reencode_in_float32(self, pipe: Any, pixels: Tensor, name: str) -> Tensor | None:
+    def _reencode(self, pipe: Any, pixels: Tensor, name: str) -> Tensor | None:
+        return self._repeat_in_float32(pipe, lambda: self._encode_moments(pipe, pixels[None])[0], name)
+
+    def _repeat_in_float32(self, pipe: Any, encode: Callable[[], Tensor], name: str) -> Tensor | None:
         """Encode one image again in float32, after the VAE overflowed; None if that does not help."""
         logger.warning("%s: the VAE overflows in %s; encoding the image in float32", name, pipe.vae.dtype)
         dtype = pipe.vae.dtype
         pipe.vae.to(torch.float32)
-        moments = self._encode_moments(pipe, pixels[None])[0]
+        encoded = encode()
         pipe.vae.to(dtype)
-        return moments if bool(moments.isfinite().all()) else None
+        return encoded if bool(encoded.isfinite().all()) else None
 
 
 def cache_latents(encoders: FrozenEncoders, prepared: PreparedData) -> tuple[PreparedData, LatentReader | None]:

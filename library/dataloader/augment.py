@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from ..dataset.controls import MASK_FROM_IMAGE
 from ..dataset.image_decoding import Pixels
 from ..dataset.schema import DatasetConfig, SubsetConfig
 from ..randomness import Purpose, derive_rng
@@ -81,6 +82,8 @@ def make_condition(kind: str, pixels: Pixels, rng: random.Random) -> Pixels:
         return _blur(pixels, rng.randint(1, MAX_BLUR_RADIUS))
     if kind == "inpainting":
         return _cut_hole(pixels, rng)
+    if kind == MASK_FROM_IMAGE:
+        return draw_mask(pixels.shape[0], pixels.shape[1], rng)
     raise AssertionError(f"unknown condition {kind}")
 
 
@@ -104,6 +107,27 @@ def _cut_hole(pixels: Pixels, rng: random.Random) -> Pixels:
     is_kept = np.full((height, width, 1), rng.random() < 0.5)
     is_kept[top:bottom, left:right] ^= True
     return np.where(is_kept, pixels, np.uint8(0))
+
+
+FULL_MASK_RATE, MAX_MASK_SHAPES = 0.25, 4
+"""How many of the masks cover everything, as the authors of the inpainting models trained; shapes of the others."""
+
+
+def draw_mask(height: int, width: int, rng: random.Random) -> Pixels:
+    """Draw a mask: white rectangles and ellipses on black, or white everywhere."""
+    from PIL import Image, ImageDraw
+
+    if rng.random() < FULL_MASK_RATE:
+        return np.full((height, width, 3), 255, np.uint8)
+    image = Image.new("L", (width, height))
+    draw = ImageDraw.Draw(image)
+    for _ in range(rng.randint(1, MAX_MASK_SHAPES)):
+        sides = [max(1, round(side * rng.uniform(0.1, 0.6))) for side in (width, height)]
+        # Half of a shape may be outside, so that corners are covered, too.
+        left, top = (rng.randint(0, whole - 1) - side // 2 for whole, side in zip((width, height), sides, strict=True))
+        shape = draw.rectangle if rng.random() < 0.5 else draw.ellipse
+        shape((left, top, left + sides[0] - 1, top + sides[1] - 1), fill=255)
+    return np.repeat(np.asarray(image)[..., None], 3, axis=2)
 
 
 def detect_edges(pixels: Pixels) -> NDArray[np.uint8]:

@@ -118,9 +118,10 @@ class PixelBatch:
         if black is None:
             raise AssertionError("a batch has pixels or moments")
         factor = 1 if self.moments is None else old_sides[0] // black.shape[-2]
+        channels = [each.shape[1] for each in self.control_latents] or [black.shape[1]] * len(control_sizes)
         controls = tuple(
-            black.new_zeros(batch_size, black.shape[1], *frames, high // factor, wide // factor)
-            for wide, high in control_sizes
+            black.new_zeros(batch_size, count, *frames, high // factor, wide // factor)
+            for count, (wide, high) in zip(channels, control_sizes, strict=True)
         )
         cond = None if self.cond is None else {name: _select_rows(value, rows) for name, value in self.cond.items()}
         frame_cond = None
@@ -267,7 +268,7 @@ class Batch:
     sample_keys: tuple[str, ...]
     mask: Tensor | None = None  # (B, 1, H, W), 0..1: weight of the loss, of all frames
     text_pad_multiple: int = 1  # texts of varying length are padded to a multiple of this, and masked
-    control_latents: tuple[Tensor, ...] = ()  # one tensor for each control image, as ``latents``, without noise
+    control_latents: tuple[Tensor, ...] = ()  # one tensor for each control image, as ``Family.encode_control`` returns
     resolution_sides: tuple[int, ...] = ()  # sides in pixels of squares with the areas of the datasets' resolutions
     frame_cond: Mapping[str, Tensor] = field(default_factory=dict)
     """What a model that continues images gets of the clip's own frames, by the family's own keys."""

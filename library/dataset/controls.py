@@ -22,11 +22,15 @@ from .schema import DatasetConfig, SubsetConfig
 CONTROL_COLUMN = "control_path"
 """Column of metadata files, as in musubi-tuner; further control images are in ``control_path_1`` and so on."""
 
+MASK_FROM_IMAGE = "mask"
+"""The value of ``control_from_image`` that draws masks, for inpainting models."""
+
 CONTROLS_FROM_IMAGE: Mapping[str, bool] = {
     "canny": False,
     "inpainting": True,
     "colorization": False,
     "deblurring": True,
+    MASK_FROM_IMAGE: True,
 }
 """Values of ``control_from_image``, and whether the control image is another one each time."""
 
@@ -58,10 +62,14 @@ class ControlLimits:
     title: str
     editing_models: str
     """The models that take control images."""
+    are_masks: bool = False
 
     def describe_problem(self, count: int) -> str | None:
         """Say what is wrong with this number of control images."""
         if count < self.fewest:
+            if self.are_masks:
+                way = f"set control_from_image = {MASK_FROM_IMAGE!r}, which draws them, or control_directory"
+                return f"{self.title} needs a mask for each picture; {way}"
             return f"{self.title} needs {format_count(self.fewest, 'control image')} for each picture, not {count}"
         if count <= self.most:
             return None

@@ -271,7 +271,7 @@ class _SharedKeys:
     class_tokens: str | None = define_option(None, "caption of images without one", needs=ALWAYS)
     control_from_image: str | None = define_option(
         None,
-        "make the control image from the image itself: canny, inpainting, colorization or deblurring",
+        "make the control image from the image itself: canny, inpainting, colorization, deblurring, or a random mask",
         needs=ALWAYS,
     )
     custom_attributes: _FreeTable | None = define_option(None, "free table", needs=ALWAYS)  # noqa: RUF009

@@ -5,7 +5,7 @@ The training code itself builds, adapts and partitions the model, so there is no
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -547,13 +547,21 @@ class MetaRun:
         size_conditioning, loss_weights = torch.zeros(count, 6, device=META), torch.ones(count, device=META)
         positions, keys = tuple(range(count)), tuple(map(str, range(count)))
         fields = (None, batch.captions, size_conditioning, loss_weights, positions, keys)
-        factor = height // latents.shape[-2]
-        controls = tuple(
-            latents.new_empty(count, *latents.shape[2:-2], high // factor, wide // factor)
-            for wide, high in batch.control_sizes
-        )
+        controls = self._build_controls(pixels[:1], count, batch.control_sizes)
         frame_cond = {name: each.new_empty(count, *each.shape[1:]) for name, each in frame_cond.items()}
         return PixelBatch(*fields, moments=moments, cond=cond, control_latents=controls, frame_cond=frame_cond or None)
+
+    def _build_controls(
+        self, pixels: Tensor, count: int, control_sizes: Sequence[tuple[int, int]]
+    ) -> tuple[Tensor, ...]:
+        """Build what the family makes of control images of these (width, height), which is not measured."""
+        controls = []
+        for width, height in control_sizes:
+            control = pixels.new_empty(*pixels.shape[:-2], height, width)
+            with torch.no_grad():
+                encoded = self.family.encode_control(self.pipe, control, pixels)
+            controls.append(encoded.new_empty(count, *encoded.shape[1:]))
+        return tuple(controls)
 
     def _quantize_and_fuse(self, config: RunConfig, precision: str) -> None:
         if is_quantized_or_offloaded(config.model, config.train):

@@ -193,6 +193,13 @@ class Family(ABC):
         """
         return {}
 
+    def encode_control(self, pipe: Any, control: Tensor, pixels: Tensor) -> Tensor:
+        """Encode a control image to what ``Batch.control_latents`` has of it; by default, the mean of its latents.
+
+        ``pixels`` are those of the picture itself.  Nothing is random here; the result is cached with the moments.
+        """
+        return self.encode_moments(pipe, control).mean_and_std[:, 0]
+
     def select_trained_frames(self, loss: Tensor, batch: Batch) -> Tensor:
         """Leave out of a loss for each element that of the frames that are given to the denoiser."""
         return loss

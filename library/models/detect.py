@@ -127,7 +127,7 @@ def build_control_limits(model: DetectedModel) -> ControlLimits:
     facts = get_family_facts(model.family)
     titles = [each.title for each in FAMILY_FACTS.values() if each.control.num_images[1]]
     titles += [f"{FAMILY_FACTS[name].title} with --control" for name in CONTROL_FAMILIES]
-    return ControlLimits(*facts.control.num_images, facts.title, ", ".join(titles))
+    return ControlLimits(*facts.control.num_images, facts.title, ", ".join(titles), facts.control.are_masks)
 
 
 def list_video_models() -> str:

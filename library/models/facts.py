@@ -288,6 +288,10 @@ class ControlFacts:
 
     num_images: tuple[int, int] = (0, 0)
     """The fewest and the most control images of a picture."""
+    are_channels: bool = False
+    """Whether the control image is in channels of the input, and so as large as the picture."""
+    are_masks: bool = False
+    """Whether the control image is a mask, whose white is painted into the picture."""
     text_tokens_per_image: int = 0
     """Text tokens of a control image, at most, where the text encoder reads it together with the caption; else 0."""
     sets_preview_size: bool = False

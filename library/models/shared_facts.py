@@ -46,7 +46,7 @@ DENOISER_PREFIXES, UNET_VAE_PREFIXES = ("model.diffusion_model.",), ("first_stag
 
 UNET_UNSUPPORTED_SHAPES = {
     ("input_blocks.0.0.weight", 1, channels): f"{kind} model; its UNet has {channels} input channels instead of 4"
-    for channels, kind in ((9, "an inpainting"), (8, "an image editing"), (5, "a depth"))
+    for channels, kind in ((5, "a depth"),)
 }
 
 CLIP_L_PREFIXES, CLIP_G_PREFIXES = ("text_encoders.clip_l.transformer.",), ("text_encoders.clip_g.transformer.",)
@@ -89,13 +89,13 @@ def match_flow_model(
     return FamilyMatch(reason, get_downscale_factor(vae) * patch_size, "flow")
 
 
-def match_unet_model(read: ConfigReader, num_timesteps: int = 1000) -> FamilyMatch:
+def match_unet_model(read: ConfigReader, num_timesteps: int = 1000, in_channels: int = 4) -> FamilyMatch:
     """Check a UNet that predicts epsilon or v, with a noise schedule of this length."""
     unet, vae = read_required(read, "unet/config.json"), read_required(read, "vae/config.json")
-    if unet.get("in_channels", 4) != 4:
+    if unet.get("in_channels", 4) != in_channels:
         raise ModelError(
-            f"its UNet has {unet['in_channels']} input channels instead of 4; inpainting and editing models cannot be "
-            "trained"
+            f"its UNet has {unet.get('in_channels', 4)} input channels instead of {in_channels}; its pipeline class "
+            "belongs to another kind of model"
         )
     reason = f"the UNet has cross_attention_dim {unet.get('cross_attention_dim')}"
     size_multiple = get_downscale_factor(vae) * get_downscale_factor(unet)

@@ -28,15 +28,15 @@ from ..config.unused_options import (
     reset_options,
 )
 from ..dataloader.sample_prompts import Prompt, load_preview_prompts
-from ..dataset.controls import CONTROLS_FROM_IMAGE
+from ..dataset.controls import CONTROLS_FROM_IMAGE, MASK_FROM_IMAGE
 from ..dataset.dataset_config import can_load_datasets, load_dataset_config
-from ..dataset.schema import SubsetConfig
+from ..dataset.schema import DatasetConfig, SubsetConfig
 from ..dataset.validate import find_clips_for_image_models, validate_resolution_multiple
 from ..diffusion.timestep_shift import FixedShift
 from ..errors import ConfigError, FileError
 from ..problems import Place, Problem, locate_problems
 from .detect import DetectedModel, build_control_limits, detect_model, get_config_reader, list_video_models
-from .facts import TORCH_ATTENTION_MODES
+from .facts import TORCH_ATTENTION_MODES, FamilyFacts
 from .kohya_objective import resolve_objective_defaults, validate_objective_defaults
 from .own_families import get_family_facts
 from .trained_components import select_trained_text_encoders
@@ -132,14 +132,37 @@ def _validate_datasets(data: DataConfig, cache: CacheConfig, model: DetectedMode
     facts = get_family_facts(model.family)
     if facts.pipeline.frames is None and not model.is_built_in:
         yield from find_clips_for_image_models(parsed.datasets, facts.title, list_video_models())
+    if facts.control.are_channels:
+        yield from _find_other_control_sizes(parsed.datasets, facts.title)
     limits = build_control_limits(model)
     for subset in (subset for dataset in parsed.datasets for subset in dataset.subsets):
         key = subset.control_key or ("control_from_image" if subset.control_from_image else None)
         if key is not None and not limits.most:
             fix = "if these are masks, set --masked_loss" if subset.conditioning_is_control else ""
             yield subset.report(key, limits.describe_problem(1) or "", fix)
+        if limits.most and subset.control_from_image:
+            reason = _describe_wrong_condition(subset.control_from_image, facts)
+            yield from [subset.report("control_from_image", *reason)] if reason else []
         if reads_controls and cache.caches_text_outputs:
             yield from _find_random_controls(subset)
+
+
+def _find_other_control_sizes(datasets: Sequence[DatasetConfig], title: str) -> Iterator[Problem]:
+    """Find control images that are not as large as their pictures."""
+    for dataset in datasets:
+        if dataset.has_own_control_size:
+            key = "no_resize_control" if dataset.no_resize_control else "control_resolution"
+            text = f"{title} reads the control image in channels of its input, so that it has the size of the picture"
+            yield dataset.report(key, text, "leave it out")
+
+
+def _describe_wrong_condition(kind: str, facts: FamilyFacts) -> tuple[str, str] | None:
+    """Say why the model does not take a control image that is made so, and what to do."""
+    if facts.control.are_masks and kind != MASK_FROM_IMAGE:
+        return f"{facts.title} gets a mask, and {kind} makes none", f"set {MASK_FROM_IMAGE!r}, or give masks as files"
+    if kind == MASK_FROM_IMAGE and not facts.control.are_masks:
+        return f"{facts.title} takes no masks; inpainting models do", "set another kind, or leave it out"
+    return None
 
 
 def _find_random_controls(subset: SubsetConfig) -> Iterator[Problem]:
@@ -170,14 +193,17 @@ def validate_prompts(prompts: Sequence[Prompt], model: DetectedModel) -> Iterato
 
 
 def _validate_prompt(prompt: Prompt, model: DetectedModel) -> Iterator[Problem]:
-    title = get_family_facts(model.family).title
+    facts = get_family_facts(model.family)
+    title = facts.title
     if problem := build_control_limits(model).describe_problem(len(prompt.control_images)):
         yield prompt.report("control_image_path", problem)
+    elif prompt.control_from_image and (reason := _describe_wrong_condition(prompt.control_from_image, facts)):
+        yield prompt.report("control_from_image", *reason)
     sides = ("width", prompt.width), ("height", prompt.height)
     for key, side in sides:
         if side is not None and model.max_side is not None and side > model.max_side:
             yield prompt.report(key, f"{title} has positions for at most {model.max_side} pixels, not {side}")
-    if get_family_facts(model.family).control.sets_preview_size:
+    if facts.control.sets_preview_size:
         text = f"previews of {title} have the shape of their control image"
         yield from (prompt.report(key, text, "leave it out") for key, side in sides if side is not None)
     elif model.prediction_type == "flow":
@@ -209,7 +235,8 @@ def _validate_frames(prompt: Prompt, model: DetectedModel) -> Iterator[Problem]:
     for key, value in (("image_path", prompt.first_image), ("end_image_path", prompt.last_image)):
         if key in facts.sampling.frame_images and value is None:
             flag, word = ("--i", "begins") if key == "image_path" else ("--ei", "ends")
-            yield prompt.report(key, f"a clip of {facts.title} {word} with an image", f"give one with {flag}")
+            text = f"a clip of {facts.title} {word} with an image" if rule else f"{facts.title} begins with an image"
+            yield prompt.report(key, text, f"give one with {flag}")
     ends = {"image_path": prompt.first_image, "end_image_path": prompt.last_image}
     for key, word in (("image_path", "begin"), ("end_image_path", "end")):
         if ends[key] is not None and key not in facts.sampling.frame_images:

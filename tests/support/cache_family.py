@@ -53,6 +53,9 @@ class AveragePoolFamily:
             mean = mean.masked_fill(mean.amax((1, 2, 3), keepdim=True) > 0.99, torch.inf)
         return Moments.from_mean_and_std(mean, torch.full_like(mean, 0.25))
 
+    def encode_control(self, pipe: Any, control: Tensor, pixels: Tensor) -> Tensor:
+        return self.encode_moments(pipe, control).mean_and_std[:, 0]
+
     def encode_frame_cond(self, pipe: Any, pixels: Tensor, moments: Moments) -> dict[str, Tensor]:
         return {}
 

@@ -49,9 +49,10 @@ def convert_denoiser(family: str, pipe: Any) -> dict[str, Tensor]:
     if family == "anima":
         return original_checkpoints.build_anima_files(pipe)["transformer"]
     if hasattr(pipe, "unet"):
-        is_ldm = family in ("sd1", "sd2", "sdxl")
+        is_ldm = family != "kolors"
         return original_checkpoints.convert_unet_to_ldm(pipe.unet) if is_ldm else pipe.unet.state_dict()
-    base = {"flux_kontext": "flux", "longcat_image_edit": "longcat_image"}.get(family, family)
+    base = {"longcat_image_edit": "longcat_image"}.get(family, family)
+    base = "flux" if family in ("flux_kontext", "flux_fill", "flux_control") else base
     base = "qwen_image" if family.startswith("qwen_image_edit") else base
     return original_checkpoints.TRANSFORMERS.get(base, nn.Module.state_dict)(pipe.transformer)
 

@@ -781,6 +781,13 @@ def build_checkpoint(family: str, pipe: Any) -> dict[str, Tensor]:
             | add_prefix("conditioner.embedders.1.model.", convert_open_clip(pipe.text_encoder_2))
         ),
     }
+    convert_texts |= {
+        "sd1_inpainting": convert_texts["sd1"],
+        "sd2_inpainting": convert_texts["sd2"],
+        **dict.fromkeys(("sdxl_inpainting", "sdxl_pix2pix"), convert_texts["sdxl"]),
+        "sd1_pix2pix": convert_texts["sd1"],
+        "sdxl_refiner": lambda: add_prefix("conditioner.embedders.0.model.", convert_open_clip(pipe.text_encoder_2)),
+    }
     unet = convert_unet_to_ldm(pipe.unet)
     ema = {f"model_ema.{name.replace('.', '')}": torch.zeros(1) for name in unet}  # EMA weights, which are not loaded
     return (

@@ -16,11 +16,14 @@ import tiny_sd1
 import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.modular_pipelines.anima.encoders import encode_vae_image
+from diffusers.pipelines.flux import pipeline_flux_fill
 from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video
 from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
 from diffusers.pipelines.ltx import pipeline_ltx_condition
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from diffusers.pipelines.skyreels_v2 import pipeline_skyreels_v2
+from diffusers.pipelines.stable_diffusion import pipeline_stable_diffusion_inpaint
+from diffusers.pipelines.stable_diffusion_xl import pipeline_stable_diffusion_xl_inpaint
 from diffusers.pipelines.wan import pipeline_wan, pipeline_wan_i2v
 from diffusers.pipelines.wan.pipeline_wan_video2video import retrieve_latents
 from diffusers.utils.torch_utils import randn_tensor
@@ -116,6 +119,145 @@ def sdxl() -> TinyCase:
         sizes,
         _build_inpaint_encoder("StableDiffusionXLInpaintPipeline"),
         "random:sdxl:tiny",
+    )
+
+
+def draw_picture_and_mask() -> tuple[Image.Image, Image.Image]:
+    """A picture, and a mask with an edge between latents."""
+    mask = Image.new("L", (WIDTH, HEIGHT))
+    mask.paste(255, (19, 11, 70, 45))
+    return draw_frame_image(0), mask.convert("RGB")
+
+
+def _draw_latents(pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+    parts, config = zip(pixels.split(1), generators, strict=True), pipe.vae.config
+    draws = [pipe.vae.encode(pixel).latent_dist.sample(generator) for pixel, generator in parts]
+    return (torch.cat(draws) - (config.shift_factor or 0)) * config.scaling_factor
+
+
+def _add_mask(tiny: TinyCase, name: str, **more: Any) -> TinyCase:
+    """The case of a text-to-image model as that of its inpainting model, with one picture and mask for all rows."""
+    picture, mask = draw_picture_and_mask()
+    arguments = {"image": picture, "mask_image": mask, "strength": 1.0}
+    pipe = _load(f"random:{name}:tiny")
+    processor = diffusers.image_processor.VaeImageProcessor(do_normalize=False, do_convert_grayscale=True)
+    with torch.no_grad():
+        is_painted = (processor.preprocess(mask) >= 0.5).float()
+        left = pipe.image_processor.preprocess(picture) * (1 - is_painted)
+        latents = pipe.vae.encode(left).latent_dist.mode()
+    latents = (latents - (pipe.vae.config.shift_factor or 0)) * pipe.vae.config.scaling_factor
+    size = latents.shape[-2:]
+    if "flux" in name:
+        channels = torch.cat([latents, torch.nn.functional.pixel_unshuffle(is_painted, 8)], dim=1)
+    else:
+        channels = torch.cat([torch.nn.functional.interpolate(is_painted, size), latents], dim=1)
+    return replace(
+        tiny,
+        family=name,
+        pipe=pipe,
+        batch=replace(tiny.batch, control_latents=(channels.expand(2, -1, -1, -1),)),
+        call={**tiny.call, **arguments},
+        sizes={**tiny.sizes, **arguments},
+        texts={**tiny.texts, **arguments},
+        encode=_draw_latents,
+        source=f"random:{name}:tiny",
+        controls=(mask,),
+        frame_images=(picture,),
+        **more,
+    )
+
+
+def sd1_inpainting() -> TinyCase:
+    return _add_mask(sd1(), "sd1_inpainting")
+
+
+def sd2_inpainting() -> TinyCase:
+    return _add_mask(sd2_epsilon(), "sd2_inpainting")
+
+
+def sdxl_inpainting() -> TinyCase:
+    return _add_mask(sdxl(), "sdxl_inpainting")
+
+
+def _build_pix2pix_case(tiny: TinyCase, name: str) -> TinyCase:
+    pipe, image = _load(f"random:{name}:tiny"), draw_frame_image(1)
+    with torch.no_grad():
+        latents = pipe.vae.encode(pipe.image_processor.preprocess(image)).latent_dist.mode()
+    images = {"image": image}
+    return replace(
+        tiny,
+        family=name,
+        pipe=pipe,
+        batch=replace(tiny.batch, control_latents=(latents.expand(2, -1, -1, -1),)),
+        call={**tiny.call, "image": latents.expand(2, -1, -1, -1)},
+        sizes={**tiny.sizes, **images},
+        texts=images,
+        encode=_draw_latents,
+        source=f"random:{name}:tiny",
+        controls=(image,),
+    )
+
+
+def sd1_pix2pix() -> TinyCase:
+    return _build_pix2pix_case(sd1(), "sd1_pix2pix")
+
+
+def sdxl_pix2pix() -> TinyCase:
+    return _build_pix2pix_case(sdxl(), "sdxl_pix2pix")
+
+
+def sdxl_refiner() -> TinyCase:
+    embeds, pooled, latents = _draw_tensors((77, 24), (24,), (4, HEIGHT // 8, WIDTH // 8))
+    pipe, picture = _load("random:sdxl_refiner:tiny"), draw_frame_image(1)
+    with torch.no_grad():
+        encoded = pipe.vae.encode(pipe.image_processor.preprocess(picture)).latent_dist.mode()
+    sizes = {"original_size": (80, 120), "crops_coords_top_left": (8, 4)}
+    return TinyCase(
+        "sdxl_refiner",
+        pipe,
+        build_batch(latents, {"embeds": embeds, "pooled": pooled}),
+        # From denoising_start on, the image is what is refined, without noise that is added to it.
+        {
+            "prompt_embeds": embeds,
+            "pooled_prompt_embeds": pooled,
+            "image": latents,
+            "denoising_start": 0.3,
+            **sizes,
+        },
+        {"image": latents, "denoising_start": 0.3, **sizes},
+        _draw_latents,
+        "random:sdxl_refiner:tiny",
+        texts={"image": encoded * pipe.vae.config.scaling_factor, "strength": 1 / 3},
+        simplify_call=dict,  # the latents of the picture are computed twice, and rounded apart
+        frame_images=(picture,),
+    )
+
+
+def flux_fill() -> TinyCase:
+    return _add_mask(_drop_negative_prompts(flux()), "flux_fill")
+
+
+def _drop_negative_prompts(tiny: TinyCase) -> TinyCase:
+    """The case of FLUX.1 for pipelines whose only guidance is an input of the model."""
+    call = {name: value for name, value in tiny.call.items() if name != "guidance_scale"}
+    return replace(tiny, call=call, sizes={}, build_negative=lambda pipe, text: {}, scale="guidance_scale")
+
+
+def flux_control() -> TinyCase:
+    tiny, pipe, image = _drop_negative_prompts(flux()), _load("random:flux_control:tiny"), draw_frame_image(1)
+    with torch.no_grad():
+        latents = pipe.vae.encode(pipe.image_processor.preprocess(image)).latent_dist.mode()
+    latents = (latents - pipe.vae.config.shift_factor) * pipe.vae.config.scaling_factor
+    return replace(
+        tiny,
+        family="flux_control",
+        pipe=pipe,
+        batch=replace(tiny.batch, control_latents=(latents.expand(2, -1, -1, -1),)),
+        call={**tiny.call, "control_image": _pack_patches(latents).expand(2, -1, -1)},
+        sizes={**tiny.sizes, "control_image": _pack_patches(latents).expand(2, -1, -1)},
+        texts={**tiny.texts, "control_image": _pack_patches(latents)},
+        source="random:flux_control:tiny",
+        controls=(image,),
     )
 
 
@@ -339,11 +481,20 @@ REFERENCE_AREA = 128 * 128
 """Of references in tests, instead of a megapixel."""
 
 
+INPAINTING_PIPELINES = (
+    pipeline_stable_diffusion_inpaint,
+    pipeline_stable_diffusion_xl_inpaint,
+    pipeline_flux_fill,
+)
+
+
 def shrink_references(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the pipelines of editing models resize references to ``REFERENCE_AREA``, or to the size of the picture.
 
     The pipelines of Wan and SkyReels V2 clean texts with ftfy, which changes none of the tests' and is not installed.
     """
+    for module in INPAINTING_PIPELINES:  # which draw a sample of the latents that the mask leaves
+        monkeypatch.setattr(module, "retrieve_latents", lambda encoded, **_: encoded.latent_dist.mode())
     for module in (pipeline_wan, pipeline_wan_i2v, pipeline_skyreels_v2):
         monkeypatch.setattr(module, "ftfy", SimpleNamespace(fix_text=lambda text: text), raising=False)
     monkeypatch.setattr(pipeline_longcat_image_edit, "calculate_dimensions", lambda area, ratio: (WIDTH, HEIGHT))
@@ -422,6 +573,61 @@ def ovis_image() -> TinyCase:
         "random:ovis_image:tiny",
         _pack_patches,
         _unpack_patches,
+    )
+
+
+def bria() -> TinyCase:
+    embeds, latents = _draw_tensors((9, 48), (4, HEIGHT // 8, WIDTH // 8))
+    return TinyCase(
+        "bria",
+        _load("random:bria:tiny"),
+        build_batch(latents, {"embeds": embeds}),
+        {"prompt_embeds": embeds},
+        {},
+        _draw_latents,
+        "random:bria:tiny",
+        _pack_patches,
+        _unpack_patches,
+        encodes_prompts_alone=True,  # as the pipeline, which so pads none
+        blocks=("BriaTransformerBlock", "BriaSingleTransformerBlock"),
+        untrained=r"norm|\.ff|\.proj_",
+    )
+
+
+def _drop_fibo_padding(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the text tokens that the mask of the attention excludes."""
+    embeds, layers = arguments["encoder_hidden_states"], arguments["text_encoder_layers"]
+    mask = arguments["joint_attention_kwargs"].get("attention_mask")
+    is_text = torch.ones(embeds.shape[:2]).bool() if mask is None else mask[:, 0, 0, : embeds.shape[1]]
+    texts = [row[each] for state in (embeds, *layers) for row, each in zip(state, is_text, strict=True)]
+    names = {"encoder_hidden_states", "text_encoder_layers"}
+    return {"texts": texts, **{name: value for name, value in arguments.items() if name not in names}}
+
+
+def bria_fibo() -> TinyCase:
+    pipe, texts = _load("random:bria_fibo:tiny"), ["A caption that is longer.", "Blau"]
+    (latents,) = _draw_tensors((4, HEIGHT // 16, WIDTH // 16))
+    with torch.no_grad():
+        cond = FAMILIES.get("bria_fibo")().encode_prompts(pipe, texts)
+
+    def encode(pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+        config = pipe.vae.config
+        mean, std = (torch.tensor(each).view(1, -1, 1, 1, 1) for each in (config.latents_mean, config.latents_std))
+        return _build_frame_encoder(lambda pipe, latents: (latents - mean) / std)(pipe, pixels, generators).squeeze(2)
+
+    return TinyCase(
+        "bria_fibo",
+        pipe,
+        build_batch(latents, cond),
+        {"prompt": texts},
+        {},
+        encode,
+        "random:bria_fibo:tiny",
+        lambda latents: latents.flatten(2).transpose(1, 2),
+        lambda rows: rows.transpose(1, 2).unflatten(2, (HEIGHT // 16, WIDTH // 16)),
+        simplify_call=_drop_fibo_padding,
+        blocks=("BriaFiboTransformerBlock", "BriaFiboSingleTransformerBlock"),
+        untrained=r"norm|\.ff|\.proj_",
     )
 
 
@@ -1148,6 +1354,14 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "sd2": sd2,
     "sd2_epsilon": sd2_epsilon,
     "sdxl": sdxl,
+    "sd1_inpainting": sd1_inpainting,
+    "sd2_inpainting": sd2_inpainting,
+    "sdxl_inpainting": sdxl_inpainting,
+    "sd1_pix2pix": sd1_pix2pix,
+    "sdxl_pix2pix": sdxl_pix2pix,
+    "sdxl_refiner": sdxl_refiner,
+    "flux_fill": flux_fill,
+    "flux_control": flux_control,
     "sdxl_velocity": sdxl_velocity,
     "sd3": sd3,
     "flux": flux,
@@ -1166,6 +1380,8 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "qwen_image_edit_plus_2511": qwen_image_edit_plus_2511,
     "aura_flow": aura_flow,
     "ovis_image": ovis_image,
+    "bria": bria,
+    "bria_fibo": bria_fibo,
     "longcat_image": longcat_image,
     "longcat_image_edit": longcat_image_edit,
     "ernie_image": ernie_image,

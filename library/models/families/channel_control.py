@@ -7,14 +7,19 @@ model begins as it is, and the LoRA of that layer learns to read the condition.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...adapters.original_module_names import DIFFUSERS_KEYS
 from ...config.network_args import GENERAL_NETWORK
-from ..base import Family
-from ..facts import ControlFacts
+from .channel_inputs import (
+    ONE_CONTROL,
+    ChannelInput,
+    FluxChannelInput,
+    UNetChannelInput,
+    encode_preview_control,
+    load_preview_control,
+)
 from .flux import FACTS as FLUX_FACTS
 from .flux import FLUX_KEYS, XLABS_KEYS, Flux
 from .sd1_sd2 import SD1_FACTS, StableDiffusion1
@@ -22,16 +27,13 @@ from .sd1_sd2 import SD1_FACTS, StableDiffusion1
 if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
-    from torch import Tensor, nn
+    from torch import nn
 
-    from ...dataloader.batch import Batch, Cond
+    from ...dataloader.batch import Cond
     from ...dataloader.sample_prompts import Prompt
 
-CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""The arguments of a call of the denoiser: positional ones, and those by name."""
 
-
-class ChannelControl(Family):
+class ChannelControl(ChannelInput):
     """A family with the condition in further channels of its input."""
 
     input_layer: ClassVar[str]
@@ -48,21 +50,6 @@ class ChannelControl(Family):
         size = "in_features" if isinstance(layer, torch.nn.Linear) else "in_channels"
         setattr(layer, size, weight.shape[1])
 
-    @abstractmethod
-    def join_control(self, pipe: Any, arguments: CallArguments, control: Tensor) -> CallArguments:
-        """Add the latents of the condition to the input of a call."""
-
-    def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
-        (control,) = batch.control_latents
-
-        def call_with_control(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = self.join_control(pipe, (args, kwargs), control)
-            return denoiser(*args, **kwargs)
-
-        without: Any = replace(batch, control_latents=())
-        called: Any = call_with_control
-        return super().predict(pipe, called, noisy_latents, timesteps, without)  # type: ignore[safe-super]
-
     def generate_frames(
         self,
         pipe: Any,
@@ -73,15 +60,7 @@ class ChannelControl(Family):
         sampler: str | None,
     ) -> list[Image]:
         """Sample with the pipeline of the family without control; the condition is cropped to the image's shape."""
-        from PIL import ImageOps
-
-        from ...dataloader.images import load_preview_controls
-
-        width, height = self.facts.sampling.get_image_size(prompt.width, prompt.height)
-        (image,) = load_preview_controls(prompt)
-        fitted = ImageOps.fit(image, (width, height))
-        pixels = pipe.image_processor.preprocess(fitted, height, width)
-        control = self.encode_moments(pipe, pixels.float()).mean_and_std[:, 0]
+        control = encode_preview_control(self, pipe, load_preview_control(self, prompt))
         denoiser = getattr(pipe, self.facts.denoiser_name)
         handle = denoiser.register_forward_pre_hook(
             lambda _, args, kwargs: self.join_control(pipe, (args, kwargs), control), with_kwargs=True
@@ -95,7 +74,7 @@ class ChannelControl(Family):
             handle.remove()
 
 
-class FluxChannelControl(ChannelControl, Flux):
+class FluxChannelControl(ChannelControl, FluxChannelInput, Flux):
     facts = replace(
         FLUX_FACTS,
         title="FLUX.1 with control channels",
@@ -115,7 +94,7 @@ class FluxChannelControl(ChannelControl, Flux):
             format="diffusers",
         ),
         text=replace(FLUX_FACTS.text, t5_encoder=None),
-        control=ControlFacts(num_images=(1, 1)),
+        control=ONE_CONTROL,
         options=replace(FLUX_FACTS.options, network=GENERAL_NETWORK, kohya_objective=None),
     )
     input_layer = "x_embedder"
@@ -123,16 +102,8 @@ class FluxChannelControl(ChannelControl, Flux):
     def get_non_block_lora_targets(self, denoiser: Any) -> tuple[str, ...]:
         return tuple(name for name in super().get_non_block_lora_targets(denoiser) if name != self.input_layer)
 
-    def join_control(self, pipe: Any, arguments: CallArguments, control: Tensor) -> CallArguments:
-        import torch
 
-        args, kwargs = arguments
-        tokens = kwargs["hidden_states"]
-        packed = pipe._pack_latents(control.to(tokens.dtype), *control.shape)
-        return args, {**kwargs, "hidden_states": torch.cat([tokens, packed], dim=2)}
-
-
-class StableDiffusion1ChannelControl(ChannelControl, StableDiffusion1):
+class StableDiffusion1ChannelControl(ChannelControl, UNetChannelInput, StableDiffusion1):
     facts = replace(
         SD1_FACTS,
         title="Stable Diffusion 1 with control channels",
@@ -142,13 +113,6 @@ class StableDiffusion1ChannelControl(ChannelControl, StableDiffusion1):
             preset_targets=SD1_FACTS.lora.preset_targets[1:],
             format="diffusers",
         ),
-        control=ControlFacts(num_images=(1, 1)),
+        control=ONE_CONTROL,
     )
     input_layer = "conv_in"
-
-    def join_control(self, pipe: Any, arguments: CallArguments, control: Tensor) -> CallArguments:
-        import torch
-
-        (noisy, *others), kwargs = arguments
-        repeated = control.to(noisy.dtype).repeat(len(noisy) // len(control), 1, 1, 1)  # with guidance, one more
-        return (torch.cat([noisy, repeated], dim=1), *others), kwargs

@@ -149,10 +149,6 @@ FACTS = FamilyFacts(
             ("vector_in.in_layer.weight", 1): ("transformer", "pooled_projection_dim"),
             ("guidance_in.in_layer.weight", None): ("transformer", "guidance_embeds"),
         },
-        unsupported_shapes={
-            ("img_in.weight", 1, 384): "FLUX.1 Fill (inpainting); use FLUX.1 dev",
-            ("img_in.weight", 1, 128): "FLUX.1 Depth or Canny; use FLUX.1 dev",
-        },
         trainer_names=TrainerNames(
             ai_toolkit=("flux", "flex1", "is_flux"),
             diffusion_pipe=("flux",),

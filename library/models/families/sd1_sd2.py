@@ -45,14 +45,15 @@ if TYPE_CHECKING:
 
 
 def _match_sd1(read: ConfigReader) -> FamilyMatch | None:
-    return None if _is_sd2(read) else match_unet_model(read)
+    return None if is_sd2(read) else match_unet_model(read)
 
 
 def _match_sd2(read: ConfigReader) -> FamilyMatch | None:
-    return match_unet_model(read) if _is_sd2(read) else None
+    return match_unet_model(read) if is_sd2(read) else None
 
 
-def _is_sd2(read: ConfigReader) -> bool:
+def is_sd2(read: ConfigReader) -> bool:
+    """Whether the UNet is one of Stable Diffusion 2."""
     unet = read_required(read, "unet/config.json")
     return unet.get("cross_attention_dim") == 1024 or bool(unet.get("use_linear_projection"))
 

@@ -42,15 +42,23 @@ if TYPE_CHECKING:
     from ...dataloader.batch import Batch, Cond
 
 
-def _match_sdxl(read: ConfigReader) -> FamilyMatch | None:
+def is_refiner(read: ConfigReader) -> bool:
+    """Whether the UNet gets five numbers beside the pooled text, where the base model gets six."""
+    unet, encoder = read_required(read, "unet/config.json"), read("text_encoder_2/config.json") or {}
+    width = encoder.get("projection_dim", 1280) + 5 * unet.get("addition_time_embed_dim", 256)
+    return bool(unet.get("projection_class_embeddings_input_dim") == width)
+
+
+def match_sdxl(read: ConfigReader, in_channels: int = 4) -> FamilyMatch | None:
+    """Check a UNet with the size conditioning of Stable Diffusion XL."""
     unet = read_required(read, "unet/config.json")
     if unet.get("addition_embed_type") != "text_time":
         raise ModelError(
             "its UNet has no size conditioning (addition_embed_type text_time), as Stable Diffusion XL has"
         )
-    if unet.get("projection_class_embeddings_input_dim") == 2560:
-        raise ModelError("it is the refiner of Stable Diffusion XL; train a LoRA on the base model")
-    return match_unet_model(read)
+    if is_refiner(read):
+        raise ModelError("its UNet is the refiner's, whose pipeline class is StableDiffusionXLImg2ImgPipeline")
+    return match_unet_model(read, in_channels=in_channels)
 
 
 FACTS = FamilyFacts(
@@ -61,17 +69,14 @@ FACTS = FamilyFacts(
         num_parameters=2_567_463_684,
     ),
     detection=DetectionFacts(
-        match_configs=_match_sdxl,
+        match_configs=match_sdxl,
         keys=("input_blocks.0.0.weight", "label_emb.0.0.weight"),
         shape_checks={
             ("input_blocks.0.0.weight", 0): ("unet", "block_out_channels", 0),
             ("input_blocks.0.0.weight", 1): ("unet", "in_channels"),
             ("label_emb.0.0.weight", 1): ("unet", "projection_class_embeddings_input_dim"),
         },
-        unsupported_shapes={
-            **UNET_UNSUPPORTED_SHAPES,
-            ("label_emb.0.0.weight", 1, 2560): "the refiner of Stable Diffusion XL; train a LoRA on the base model",
-        },
+        unsupported_shapes=UNET_UNSUPPORTED_SHAPES,
         trainer_names=TrainerNames(
             ai_toolkit=("sdxl", "is_xl"),
             diffusion_pipe=("sdxl",),
@@ -129,13 +134,17 @@ class StableDiffusionXL(Family):
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         return BaseModelInfo("sdxl_base_v1-0", "stable-diffusion-xl-v1-base")
 
+    def list_text_encoders(self, pipe: Any) -> list[tuple[Any, Any]]:
+        """List tokenizers and text encoders, of which the last one makes the pooled embedding."""
+        return [(pipe.tokenizer, pipe.text_encoder), (pipe.tokenizer_2, pipe.text_encoder_2)]
+
     def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
         import torch
 
         from ..text_encoding import CHUNK_LENGTH, tokenize_for_clip
 
         states = []
-        for tokenizer, encoder in ((pipe.tokenizer, pipe.text_encoder), (pipe.tokenizer_2, pipe.text_encoder_2)):
+        for tokenizer, encoder in self.list_text_encoders(pipe):
             tokens = tokenize_for_clip(tokenizer, prompts, self.model_config)
             output = encoder(tokens.rows.to(encoder.device, non_blocking=True), output_hidden_states=True)
             states.append(tokens.join_states(output.hidden_states[-2]))
@@ -153,7 +162,7 @@ class StableDiffusionXL(Family):
     def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
         from .. import text_encoding
 
-        return text_encoding.find_truncated_captions(pipe.tokenizer, prompts, self.model_config)
+        return text_encoding.find_truncated_captions(self.list_text_encoders(pipe)[0][0], prompts, self.model_config)
 
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         # time_ids: original size, crop top-left, target size; height first; see dataloader/augment.py.

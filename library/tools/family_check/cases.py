@@ -170,14 +170,23 @@ def slice_rows(batch: Batch, rows: slice) -> Batch:
 
 
 def resize_frame_cond(batch: Batch, latents: Tensor) -> Batch:
-    """Replace the latents among what the model gets of frames by zeros of the size and device of these."""
+    """Replace the latents among what the model gets of frames by zeros of the size and device of these.
+
+    So it is with control images of the size of the picture, which are channels of some models.
+    """
+    controls = tuple(
+        torch.zeros(*each.shape[:-2], *latents.shape[-2:], device=latents.device)
+        if each.shape[-2:] == batch.latents.shape[-2:]
+        else each
+        for each in batch.control_latents
+    )
     cond = {
         name: torch.zeros(*value.shape[:3], *latents.shape[-2:], device=latents.device)
         if value.ndim == 5
         else value.to(latents.device)
         for name, value in batch.frame_cond.items()
     }
-    return replace(batch, frame_cond=cond)
+    return replace(batch, frame_cond=cond, control_latents=controls)
 
 
 def make_generators(count: int = 2) -> list[torch.Generator]:

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from library.dataloader.augment import detect_edges, make_condition
+from library.dataloader.augment import detect_edges, draw_mask, make_condition
 
 RAMP = np.repeat(np.linspace(0, 255, 32).astype(np.uint8)[None, :, None], 24, axis=0)
 
@@ -38,13 +38,13 @@ def test_pictures_without_edges_have_none():
     assert not detect_edges(np.repeat(RAMP, 3, axis=2)).any()
 
 
-@pytest.mark.parametrize("kind", ["canny", "colorization", "deblurring", "inpainting"])
+@pytest.mark.parametrize("kind", ["canny", "colorization", "deblurring", "inpainting", "mask"])
 def test_a_condition_is_drawn_by_its_generator_alone(kind):
     pixels = np.random.default_rng(0).integers(0, 256, (24, 32, 3), np.uint8)
     one, again = (make_condition(kind, pixels, random.Random(3)) for _ in range(2))
     assert one.shape == pixels.shape and one.dtype == np.uint8 and np.array_equal(one, again)
     drawn = {make_condition(kind, pixels, random.Random(seed)).tobytes() for seed in range(8)}
-    assert (len(drawn) > 1) == (kind in ("deblurring", "inpainting"))
+    assert (len(drawn) > 1) == (kind in ("deblurring", "inpainting", "mask"))
 
 
 def test_holes_are_black_rectangles_and_the_rest_is_the_picture():
@@ -53,3 +53,13 @@ def test_holes_are_black_rectangles_and_the_rest_is_the_picture():
     assert all(set(np.unique(each)) <= {0, 200} for each in kept)
     holes = [each[0, 0] == 200 for each in kept]
     assert any(holes) and not all(holes)  # outside or inside of the rectangle
+
+
+def test_masks_are_shapes_of_white_on_black_and_a_quarter_of_them_is_white_everywhere():
+    masks = [draw_mask(48, 64, random.Random(seed)) for seed in range(400)]
+    assert all(mask.shape == (48, 64, 3) and set(np.unique(mask)) <= {0, 255} for mask in masks)
+    shares = np.array([mask.mean() / 255 for mask in masks])
+    assert 0.18 < (shares == 1).mean() < 0.32
+    assert (shares > 0).all() and 0.05 < np.median(shares[shares < 1]) < 0.6
+    is_painted = np.mean([mask[..., 0] for mask, share in zip(masks, shares, strict=True) if share < 1], axis=0)
+    assert is_painted.min() > 0, "no place is never covered"

@@ -161,7 +161,32 @@ ONE = {
 TWO = {**ONE, ATTENTION: [320, 1024], "cond_stage_model.model.token_embedding.weight": [49408, 1024]}
 
 
-@pytest.mark.parametrize("shapes, family, config", [(ONE, "sd1", "sd1"), (TWO, "sd2", "sd2"), (XL, "sdxl", "sdxl")])
+REFINER = {
+    f"{UNET}input_blocks.0.0.weight": [384, 4, 3, 3],
+    f"{UNET}label_emb.0.0.weight": [1536, 2560],
+    "first_stage_model.decoder.conv_in.weight": [512, 4, 3, 3],
+    "conditioner.embedders.0.model.token_embedding.weight": [49408, 1280],
+}
+
+
+def set_input_channels(shapes, count):
+    return {**shapes, f"{UNET}input_blocks.0.0.weight": [320, count, 3, 3]}
+
+
+@pytest.mark.parametrize(
+    "shapes, family, config",
+    [
+        (ONE, "sd1", "sd1"),
+        (TWO, "sd2", "sd2"),
+        (XL, "sdxl", "sdxl"),
+        (REFINER, "sdxl_refiner", "sdxl_refiner"),
+        (set_input_channels(ONE, 9), "sd1_inpainting", "sd1_inpainting"),
+        (set_input_channels(TWO, 9), "sd2_inpainting", "sd2_inpainting"),
+        (set_input_channels(XL, 9), "sdxl_inpainting", "sdxl_inpainting"),
+        (set_input_channels(ONE, 8), "sd1_pix2pix", "sd1_pix2pix"),
+        (set_input_channels(XL, 8), "sdxl_pix2pix", "sdxl_pix2pix"),
+    ],
+)
 def test_a_single_file_is_detected_by_its_keys_and_shapes(shapes, family, config, tmp_path):
     actual = detect_model(write_sparse_file(tmp_path / "model.safetensors", shapes))
     assert (actual.family, actual.bundled_config, actual.source_type) == (family, config, "file")
@@ -169,6 +194,20 @@ def test_a_single_file_is_detected_by_its_keys_and_shapes(shapes, family, config
         part for part in FAMILY_FACTS[family].components if not is_tokenizer(part)
     }
     assert FAMILY_FACTS[family].title in actual.reason
+
+
+@pytest.mark.parametrize(("channels", "family"), [(64, "flux"), (128, "flux_control"), (384, "flux_fill")])
+def test_the_input_channels_tell_the_models_of_flux_apart(channels, family, tmp_path):
+    shapes = {
+        "double_blocks.0.img_attn.qkv.weight": [9216, 3072],
+        "img_in.weight": [3072, channels],
+        "txt_in.weight": [3072, 4096],
+        "vector_in.in_layer.weight": [3072, 768],
+        "guidance_in.in_layer.weight": [3072, 256],
+    }
+    options = dict.fromkeys(("ae", "clip_l", "t5xxl"), write_model_folder(tmp_path / "others", config="flux"))
+    path = write_sparse_file(tmp_path / "model.safetensors", shapes)
+    assert detect_model(ModelConfig(path, **options)).family == family
 
 
 def test_the_prediction_type_of_a_single_file_is_read_from_its_metadata(tmp_path):
@@ -234,8 +273,7 @@ OTHERS = {
     "a VAE with 4 latent channels": {"decoder.conv_in.weight": [512, 4, 3, 3]},
     "a CLIP text encoder of width 1280": {"text_model.embeddings.token_embedding.weight": [49408, 1280]},
     "a T5 text encoder of width 4096": {"encoder.block.0.layer.0.SelfAttention.q.weight": [4096, 4096]},
-    "an inpainting model": {**ONE, f"{UNET}input_blocks.0.0.weight": [320, 9, 3, 3]},
-    "the refiner": {**XL, f"{UNET}label_emb.0.0.weight": [1280, 2560]},
+    "a depth model": {**TWO, f"{UNET}input_blocks.0.0.weight": [320, 5, 3, 3]},
     "of unknown sizes": {**XL, f"{UNET}input_blocks.0.0.weight": [640, 4, 3, 3]},
     "not a known model; it holds 1 weights, the first is bias": {"bias": [3]},
 }
