@@ -308,6 +308,7 @@ TOLD_BY_OPTIONS = {"wan22_t2v", "hunyuan_video15_i2v"}
         if get_family_name(name) in original_checkpoints.TRANSFORMERS and name not in SAME_SIZES
     ],
 )
+@pytest.mark.slow
 def test_files_of_published_size_are_detected_with_original_and_diffusers_keys(config):
     family = get_family_name(config)
     model = build_component_on_meta(config, "transformer")
@@ -339,6 +340,7 @@ def test_files_of_published_size_are_detected_with_original_and_diffusers_keys(c
         "wan_i2v wan_flf2v hunyuan_video hunyuan_video15"
     ).split(),
 )
+@pytest.mark.slow
 def test_original_weights_of_published_size_are_converted_to_those_of_diffusers(config):
     """Keys and shapes on the meta device: diffusers' conversion of FLUX supports no other size."""
     family = get_family_name(config)
