@@ -323,6 +323,8 @@ def test_aliases_set_the_option_they_stand_for(tmp_path):
         for name, verdict in KOHYA_OPTIONS.items()
         if isinstance(verdict, OptionAlias) and verdict.value is None
     } == {
+        "prompts_file": "slider_prompts",
+        "leco_denoise_guidance_scale": "denoise_guidance_scale",
         "caption_extention": "caption_extension",
         "training_shift": "discrete_flow_shift",
         "qwen3": "text_encoder",

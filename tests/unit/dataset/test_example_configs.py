@@ -114,7 +114,8 @@ def test_a_run_file_fits_its_dataset_and_model(name: str, tmp_path, monkeypatch)
     ]
     text, code = TOOLS["plan"][1](words)
     assert code == 0 and json.loads(text)["steps"] > 0
-    assert {path.name for path in FOLDER.glob("*_run.toml")} == {*RUNS, "demo_run.toml", "demo_control_run.toml"}
+    others = {f"demo{name}_run.toml" for name in ("", "_control", "_slider")}
+    assert {path.name for path in FOLDER.glob("*_run.toml")} == {*RUNS, *others}
 
 
 def test_accelerate_reads_the_launch_config_for_several_machines():
