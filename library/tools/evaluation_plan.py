@@ -152,6 +152,9 @@ def _merge_settings(runs: Sequence[EvaluatedRun], training: ParsedConfig, proble
         problems += run_problems
         if values.get("train") == "full":
             problems.append(Problem("", f"{labels[index]}: trained a whole model, and not a LoRA"))
+        if values.get("slider_prompts") and "data" not in replaced:
+            text = f"{labels[index]} was trained from texts alone (slider_prompts), without pictures to compare with"
+            problems.append(Problem("dataset_config", text, "give a dataset file of pictures"))
         found += [(labels[index], values)] if run.summary is not None else []
     compared = sorted(shared - explicit.keys() - {"cache_dir", "mixed_precision"})
     for name in compared:
@@ -160,7 +163,7 @@ def _merge_settings(runs: Sequence[EvaluatedRun], training: ParsedConfig, proble
             text = ", ".join(f"{label}: {value}" for label, value in values_by_run.items())
             problems.append(Problem(name, f"differs between the runs ({text})", "give the one to use for all"))
     first = found[0][1] if found else {}
-    values = {name: value for name, value in first.items() if name in shared}
+    values = {name: value for name, value in first.items() if name in shared and name != "slider_prompts"}
     if "quantize_base" in values:
         logger.info("quantize_base: pictures are generated with the model as it is, without quantizing it")
     dropped = ("quantize_base", "quantized_matmul")

@@ -117,6 +117,20 @@ def test_runs_that_differ_in_model_or_pictures_are_not_compared(tmp_path, capsys
     assert "dataset_config: differs between the runs (one: " in error
 
 
+def test_a_slider_has_no_pictures_to_compare_with(tmp_path, capsys):
+    settings = {"slider_prompts": str(ROOT / "dataset_configs" / "demo_slider.toml")}
+    RunSummary("one", 20, "", {}, 0.0, 1, "no", all_settings=settings).write(tmp_path / "one.run.json")
+    write_lora(tmp_path / "one.safetensors", 1.0)
+
+    code, _, error = evaluate(capsys, tmp_path)
+
+    assert code == 2
+    assert [line for line in error.splitlines() if line.startswith("  ")] == [
+        "  --dataset_config: one was trained from texts alone (slider_prompts), without pictures to compare with; give a"
+        " dataset file of pictures"
+    ]
+
+
 def test_the_files_of_a_run_are_those_of_its_steps_in_order(tmp_path):
     write_summary(tmp_path, "bird")
     for name, step in (
