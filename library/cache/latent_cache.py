@@ -182,7 +182,7 @@ class LatentEncoder:
 def cache_latents(encoders: FrozenEncoders, prepared: PreparedData) -> tuple[PreparedData, LatentReader | None]:
     """Encode missing latents if ``--cache_latents`` is set; images that cannot be encoded count as bad data."""
     cache, comm = encoders.cache, encoders.strategy.comm
-    if not cache.caches_latents:
+    if not cache.caches_latents or prepared.slider_prompts:
         return prepared, None
     to_disk = cache.cache_latents_to_disk
     with open_cache_dirs(cache, comm, prepared, to_disk=to_disk) as directories:

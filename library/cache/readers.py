@@ -22,6 +22,7 @@ from ..dataloader.loader import (
     build_validation_batches,
 )
 from ..dataloader.prepare import PreparedData
+from ..dataloader.slider_data import LatentShape
 from ..dataloader.worker_pool import prefetch_in_threads
 from ..errors import UserError
 from .format import ByteArray, deserialize_tensors, read_tensor_spans, stack_tensors
@@ -252,10 +253,20 @@ def build_cond(blobs: Sequence[ByteArray]) -> Cond:
 
 
 @dataclass(frozen=True)
+class SliderFacts:
+    """The facts of a model that a run on texts alone needs besides the loaded weights."""
+
+    get_latent_shape: LatentShape
+    size_multiple: int
+    """Width and height are multiples of this."""
+    has_guidance_embedding: bool
+
+
+@dataclass(frozen=True)
 class CacheReaders:
     """Readers of the caches of a run; None where encoders run during training."""
 
     latent_reader: LatentReader | None
     text_reader: TextReader | None
-    has_no_images: bool = False
-    """Whether the run trains on texts alone, so that no image encoder is needed."""
+    slider: SliderFacts | None = None
+    """The facts of the model of a run on texts alone, which encodes no images."""

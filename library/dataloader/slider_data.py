@@ -197,7 +197,7 @@ def format_slider_summary(
 
 
 MAX_PROMPTS_IN_METADATA = 16
-"""As many prompts as sd-scripts lists in a LoRA file."""
+"""The most prompts that sd-scripts lists in a LoRA file."""
 
 
 def build_slider_metadata(path: str, prompts: Sequence[SliderPrompt]) -> dict[str, str]:

@@ -48,7 +48,7 @@ from .full_weights import WeightChanges
 from .loop import train
 from .metrics import MetricsFile, TrainingLogger
 from .nan_and_oom_handling import TooManyFailures
-from .network_weights import add_training_adapter, merge_base_weights, read_initial_weights
+from .network_weights import InitialWeights, add_training_adapter, merge_base_weights, read_initial_weights
 from .output_lock import hold_output_lock
 from .preflight import RunFacts, check_output_dirs, check_run_settings
 from .preservation import check_trigger
@@ -59,7 +59,7 @@ from .save_model import SaveModel
 from .save_single_file import SaveSingleFile, saves_single_file
 from .save_weights import SaveWeights
 from .setup import build_run, load_training_pipeline, prepare_dataset
-from .slider_task import SliderModel
+from .slider_task import build_slider_facts
 from .state import Callback, StopRequested, TrainingRun
 from .validation_loss import Validation
 
@@ -136,28 +136,15 @@ def _prepare_and_train(
         return
     _log_first_step(plan, resume, config, detected, family.experts)
 
-    num_images, latents = len(prepared.manifest.samples), None
-    if not prepared.slider_prompts:
-        prepared, latents = cache_latents(encoders, prepared)
+    num_images, (prepared, latents) = len(prepared.manifest.samples), cache_latents(encoders, prepared)
     if len(prepared.manifest.samples) < num_images:  # images that could not be read were dropped
         plan = build_plan()
     texts = cache_text_encoder_outputs(encoders, prepared, plan, prompts, config.preservation)
-    slider = SliderModel.build(family, detected) if prepared.slider_prompts else None
-    readers = CacheReaders(latents, texts, has_no_images=slider is not None)
+    readers = CacheReaders(latents, texts, build_slider_facts(prepared, family, detected))
     pipe = load_training_pipeline(config, strategy, family, detected=detected, cache_readers=readers, prompts=prompts)
-    merge_base_weights(pipe, initial_weights)
-    add_training_adapter(pipe, family, initial_weights)
-    _warn_of_distilled_model(config.adapter, family, pipe)
+    _add_initial_weights(config.adapter, family, pipe, initial_weights)
     run, adapter = build_run(
-        config,
-        strategy,
-        family,
-        pipe,
-        prepared,
-        plan=plan,
-        cache_readers=readers,
-        initial_weights=initial_weights,
-        slider=slider,
+        config, strategy, family, pipe, prepared, plan=plan, cache_readers=readers, initial_weights=initial_weights
     )
     if strategy.shard_group is None:  # else gradients are reduced block by block, while others are computed
         comm.log_all_reduce_time(sum(parameter.nbytes for parameter in run.parameters))
@@ -197,6 +184,13 @@ def _log_first_step(
         logger.info("%s", line)
     if plan.first_step and resume.checkpoint is None:
         logger.info("starting after step %d of %d, without the steps before", plan.first_step, plan.steps)
+
+
+def _add_initial_weights(adapter: AdapterConfig, family: Family, pipe: Any, initial_weights: InitialWeights) -> None:
+    """Merge the LoRA files that become part of the base model, and add the training adapter."""
+    merge_base_weights(pipe, initial_weights)
+    add_training_adapter(pipe, family, initial_weights)
+    _warn_of_distilled_model(adapter, family, pipe)
 
 
 def _warn_of_distilled_model(adapter: AdapterConfig, family: Family, pipe: Any) -> None:

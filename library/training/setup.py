@@ -57,7 +57,7 @@ from .network_weights import InitialWeights, keep_idle_layers, load_network_weig
 from .param_groups import build_param_groups
 from .preflight import check_objective
 from .preservation import build_preservation
-from .slider_task import SliderModel
+from .slider_task import build_slider_task
 from .state import NullMetricLogger, TrainingRun, TrainState
 from .task import DiffusionTask
 from .trainable_modules import (
@@ -87,7 +87,7 @@ def load_training_pipeline(
 
     Trained components go where the strategy wants them. A VAE that only previews need stays on the CPU in between.
     """
-    encodes_images = cache_readers.latent_reader is None and not cache_readers.has_no_images
+    encodes_images = cache_readers.latent_reader is None and cache_readers.slider is None
     cached = set() if encodes_images else {*family.facts.image_encoders}
     if cache_readers.text_reader is not None:
         cached |= {*list_cached_text_components(config.adapter, config.optim, family.facts)}
@@ -125,12 +125,8 @@ def build_run(
     plan: RunPlan,
     cache_readers: CacheReaders,
     initial_weights: InitialWeights,
-    slider: SliderModel | None = None,
 ) -> tuple[TrainingRun, injection.Adapter | None]:
-    """Inject the adapters, build optimizer, task and loader, and wrap the model; without callbacks and logger yet.
-
-    ``slider`` is what a run on texts alone knows of its model.
-    """
+    """Inject the adapters, build optimizer, task and loader, and wrap the model; without callbacks and logger yet."""
     objective = build_objective(config.noise, config.loss, family, pipe)
     set_attention_mode(getattr(pipe, family.facts.denoiser_name), config.distributed.attn_mode)
     trained, adapter = _select_trained_weights(config, family, pipe, initial_weights)
@@ -150,15 +146,14 @@ def build_run(
         config, strategy, family, pipe, model, objective=objective, readers=cache_readers, dropout=dropout, plan=plan
     )
     task = replace(task, resolution_sides=prepared.list_resolution_sides())
-    if slider is not None:
-        task = slider.build_task(task, config.slider, prepared.slider_prompts, strategy.unwrap_model(model))
+    if (facts := cache_readers.slider) is not None:
+        task = build_slider_task(task, config.slider, facts, prepared, strategy.unwrap_model(model))
     _prepare_cuda_graphs(strategy, model)
-    loader = _build_loader(strategy, prepared, plan, cache_readers, slider=slider)
+    loader = _build_loader(strategy, prepared, plan, cache_readers)
     if strategy.comm.is_main:
         _warn_truncated_captions(family, pipe, prepared.list_first_epoch_captions(plan.batch_plan, plan.steps))
-    lr_schedule = lr_schedulers.build_lr_schedule(config.optim, plan.steps)
     ema_decay = config.optim.ema_decay
-    num_images = len({sample.image for sample in prepared.manifest.samples})
+    bad_samples = BadSamples(config.data.max_invalid_images, len({each.image for each in prepared.manifest.samples}))
     trainable = [parameter for group in groups for parameter in group.parameters]
     run = TrainingRun(
         config=config,
@@ -169,10 +164,10 @@ def build_run(
         model=model,
         param_groups=groups,
         optimizer=optimizer,
-        lr_schedule=lr_schedule,
+        lr_schedule=lr_schedulers.build_lr_schedule(config.optim, plan.steps),
         nan_guard=NanGuard(config.train.max_nan_steps, has_snapshots=not config.adapter.is_full),
         oom_recovery=_build_oom_recovery(config.train, trained),
-        bad_samples=BadSamples(config.data.max_invalid_images, num_images),
+        bad_samples=bad_samples,
         metric_logger=NullMetricLogger(),
         ema=None if ema_decay is None else AdapterEMA(trainable, ema_decay),
         max_norm_regularizer=_build_max_norm(config, trained, adapter),
@@ -270,13 +265,18 @@ def _compile_or_fuse(
     return compilation
 
 
-def _build_loader(
-    strategy: Strategy, prepared: PreparedData, plan: RunPlan, cache_readers: CacheReaders, slider: SliderModel | None
-) -> StepLoader:
+def _build_loader(strategy: Strategy, prepared: PreparedData, plan: RunPlan, cache_readers: CacheReaders) -> StepLoader:
+    slider = cache_readers.slider
     if slider is not None and cache_readers.text_reader is not None:
         rank, read_cond = strategy.data_parallel_rank, cache_readers.text_reader.read_cond
-        prompts = prepared.slider_prompts
-        return SliderLoader(prompts, plan.batch_plan, rank, slider.get_latent_shape, read_cond, slider.size_multiple)
+        return SliderLoader(
+            prepared.slider_prompts,
+            plan.batch_plan,
+            rank,
+            get_latent_shape=slider.get_latent_shape,
+            read_cond=read_cond,
+            size_multiple=slider.size_multiple,
+        )
     return build_step_loader(
         prepared,
         plan.batch_plan,

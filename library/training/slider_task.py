@@ -5,7 +5,7 @@ the frozen model, the adapter switched off, predicts for the texts of the prompt
 the model with the LoRA.  From there on, loss, weights, gradients and checkpoints are those of every other run.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ..adapters.injection import bypass_lora
+from ..cache.readers import SliderFacts
 from ..config.schema_objective import SliderConfig
 from ..dataloader.batch import Batch, Cond, PixelBatch
+from ..dataloader.prepare import PreparedData
 from ..dataloader.slider_data import get_prompt_number
 from ..dataset.slider_prompts import SliderPrompt
 from ..diffusion.noise import apply_noise_options, copy_async
@@ -151,30 +153,22 @@ class SliderTask(DiffusionTask):
         return self.encode_text([text] * count, is_negative=is_negative)
 
 
-@dataclass(frozen=True)
-class SliderModel:
-    """What a run on texts alone knows of its model before it is loaded."""
+def build_slider_facts(prepared: PreparedData, family: Family, detected: DetectedModel) -> SliderFacts | None:
+    """Read the facts of the model for a run on texts alone, whose VAE is built on the meta device; None for others."""
+    if not prepared.slider_prompts:
+        return None
+    return SliderFacts(LatentShapes(family, detected), detected.size_multiple, detected.has_guidance_embeds)
 
-    get_latent_shape: LatentShapes
-    size_multiple: int
-    """Width and height are multiples of this."""
-    has_guidance_embedding: bool
 
-    @classmethod
-    def build(cls, family: Family, detected: DetectedModel) -> "SliderModel":
-        """Read the facts of the model; its VAE is built on the meta device."""
-        return cls(LatentShapes(family, detected), detected.size_multiple, detected.has_guidance_embeds)
-
-    def build_task(
-        self, task: DiffusionTask, config: SliderConfig, prompts: Sequence[SliderPrompt], base_model: nn.Module
-    ) -> SliderTask:
-        """Build the task from that of images; ``base_model`` is without the collectives of DDP."""
-        guidance = DenoisingGuidance.choose(config, task.family, task.pipe, has_embedding=self.has_guidance_embedding)
-        parts = {item.name: getattr(task, item.name) for item in fields(task)}
-        return SliderTask(
-            **parts,
-            prompts=tuple(prompts),
-            base_model=base_model,
-            guidance=guidance,
-            max_denoising_steps=config.max_denoising_steps,
-        )
+def build_slider_task(
+    task: DiffusionTask, config: SliderConfig, facts: SliderFacts, prepared: PreparedData, model: nn.Module
+) -> SliderTask:
+    """Build the task from that of images; ``model`` is without the collectives of DDP."""
+    guidance = DenoisingGuidance.choose(config, task.family, task.pipe, has_embedding=facts.has_guidance_embedding)
+    return SliderTask(
+        **{item.name: getattr(task, item.name) for item in fields(task)},
+        prompts=prepared.slider_prompts,
+        base_model=model,
+        guidance=guidance,
+        max_denoising_steps=config.max_denoising_steps,
+    )

@@ -105,7 +105,7 @@ def test_all_errors_of_a_text_file_are_reported_at_once_with_line_numbers(tmp_pa
         ":2: --d: expected at least 0, got -1",
         ":3: --widht: unknown option; use --n negative_prompt, --w width, --h height, --d seed, "
         "--s sample_steps, --l scale, --ss sample_sampler, --g guidance_scale, --fs flow_shift, --ci control_image_path,"
-        " --cf control_from_image, --f frame_count, --fps fps, --i image_path, --ei end_image_path",
+        " --cf control_from_image, --f frame_count, --fps fps, --i image_path, --ei end_image_path, --am network_multiplier",
         ":4: --s: expected an integer, got 'many'",
         ":4: --l: expected a number of at least 0, got inf",
         ":5: --cn: ControlNet images and control clips are not supported; control images of editing models are set "

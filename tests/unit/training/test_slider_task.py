@@ -154,7 +154,7 @@ def test_latents_target_and_loss_are_those_of_a_computation_by_hand(name):
     latents, t = denoise_by_hand(scaled, inputs.batch, PROMPT, steps, scale, embedded)
     torch.testing.assert_close(inputs.noised.latents, latents, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(inputs.noised.timesteps, t, rtol=1e-5, atol=1e-3)
-    noised = inputs.noised.latents
+    noised, t = inputs.noised.latents, inputs.noised.timesteps
     outputs = {
         text: frozen.family.predict(frozen.pipe, frozen.denoiser, noised, t, encode(frozen, inputs.batch, text))
         for text in PROMPT.texts
@@ -167,6 +167,7 @@ def test_latents_target_and_loss_are_those_of_a_computation_by_hand(name):
     assert float(expected.min()) > 0
 
 
+@pytest.mark.slow
 def test_erasing_moves_the_other_way_and_a_kept_text_has_the_prediction_of_the_frozen_model():
     targets = []
     for action, scale in (("enhance", 1.5), ("erase", 1.5), ("enhance", 0.0)):
@@ -186,6 +187,7 @@ def compute_gradients(task: DiffusionTask, inputs, multiplier: float) -> dict[st
     return {name: item.grad.clone() for name, item in task.denoiser.named_parameters() if item.grad is not None}
 
 
+@pytest.mark.slow
 def test_the_gradient_at_minus_one_is_that_of_an_adapter_with_the_opposite_update():
     task, opposite = build_slider_task("sd1", PROMPT), build_task("sd1", -1.0)
     with torch.no_grad(), use_multiplier(task, batch := build_batch(task, PROMPT)):
@@ -200,6 +202,7 @@ def test_the_gradient_at_minus_one_is_that_of_an_adapter_with_the_opposite_updat
     assert len(set(scales)) == 1 and scales[0] > 0  # as before
 
 
+@pytest.mark.slow
 def test_what_is_drawn_depends_on_step_and_position_alone():
     task = build_slider_task("sd1", PROMPT)
     whole = build_batch(task, PROMPT, count=2)
