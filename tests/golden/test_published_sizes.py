@@ -178,6 +178,9 @@ def test_a_family_states_the_parameters_of_its_largest_model(family):
     )
 
 
+PROCESSORS = ("image_processor", "feature_extractor")  # have a configuration and no weights
+
+
 def test_every_bundled_config_belongs_to_a_family_and_is_complete():
     for name in list_bundled_configs():
         data = load_bundled_config(name)
@@ -185,9 +188,7 @@ def test_every_bundled_config_belongs_to_a_family_and_is_complete():
         facts = FAMILY_FACTS[family]
         index = data["model_index.json"]
         assert index["_class_name"] == facts.pipeline.class_name
-        components = {
-            key for key, value in index.items() if is_component(value) and key not in (*GUIDERS, "image_processor")
-        }
+        components = {key for key, value in index.items() if is_component(value) and key not in (*GUIDERS, *PROCESSORS)}
         assert {*facts.components, "scheduler"} == components
         assert facts.detection.match_configs(data.get) is not None, name
 

@@ -78,8 +78,14 @@ FACTS = replace(
     detection=DetectionFacts(
         match_configs=_match_t2v,
         keys=WAN_FACTS.detection.keys,
-        diffusers_keys=WAN_FACTS.detection.diffusers_keys,
-        shape_checks=WAN_FACTS.detection.shape_checks,
+        diffusers_keys={
+            **WAN_FACTS.detection.diffusers_keys,
+            "img_emb.proj.1.weight": "condition_embedder.image_embedder.ff.net.0.proj.weight",
+        },
+        shape_checks={
+            **WAN_FACTS.detection.shape_checks,
+            ("img_emb.proj.1.weight", None): ("transformer", "image_dim"),  # of Wan 2.1 I2V
+        },
         trainer_names=TrainerNames(
             ai_toolkit=("wan22_14b",), diffusion_pipe=("wan",), variant_pattern=r"2[._]?2.*(?<!i)t2v"
         ),

@@ -60,7 +60,7 @@ def test_the_default_file_is_right_in_diffusers_or_the_run_says_what_is_lost(nam
     wrong = check_client_losses(case, file, tmp_path / "lora.safetensors")
     if kind in ("LoRA", "LoRA, convolutions", "LoRA, block_alphas", "LoRA, outer layers"):
         # No layout of these is for both: ComfyUI has their original names only.
-        families = ("lumina2", "hunyuan_image", "hunyuan_video15", "hunyuan_video", "mochi")
+        families = ("lumina2", "hunyuan_image", "hunyuan_video15", "hunyuan_video15_i2v", "hunyuan_video", "mochi")
         lost = dict.fromkeys(families, "loads nothing of this layout")
         lost["pixart_sigma"] = "does not load LoRA of this transformer, which peft does"
         assert file.client_losses == ({"diffusers": lost[name]} if name in lost else {})
