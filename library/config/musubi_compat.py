@@ -104,7 +104,7 @@ MUSUBI_OPTIONS: Mapping[str, OptionVerdict] = {
     "dit_dtype": NoEffectOption("the model computes in the dtype of mixed_precision"),
     "text_encoder_dtype": TEXT_PRECISION,
     "offload_inactive_dit": NoEffectOption(
-        "memory only: blocks_to_swap keeps blocks of both transformers in CPU memory"
+        "memory only: with --blocks_to_swap 80 --block_swap_ring_size 40 the idle transformer waits in CPU memory"
     ),
     "force_v2_1_time_embedding": NoEffectOption("all tokens have one time, which is embedded once"),
     "img_in_txt_in_offloading": NoEffectOption("only blocks are kept in CPU memory: blocks_to_swap"),
