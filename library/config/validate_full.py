@@ -15,8 +15,12 @@ def resolve_text_encoder_rates(config: RunConfig) -> RunConfig:
     rates = config.full.text_encoder_rates
     if not (config.adapter.is_full and config.adapter.train_text_encoder and rates) or config.optim.text_encoder_lr:
         return config
-    filled = tuple(config.optim.learning_rate if rate is None else rate for rate in rates)
-    return replace(config, optim=replace(config.optim, text_encoder_lr=filled))
+    return replace(config, optim=replace(config.optim, text_encoder_lr=_fill_rates(config)))
+
+
+def _fill_rates(config: RunConfig) -> tuple[float, ...]:
+    rates = config.full.text_encoder_rates
+    return tuple(config.optim.learning_rate if rate is None else rate for rate in rates)
 
 
 def validate_full_training(config: RunConfig) -> Iterator[Problem]:
@@ -83,3 +87,6 @@ def _validate_text_encoders(config: RunConfig) -> Iterator[Problem]:
             "remove one of them",
             others=(singles[0],),
         )
+    given = [*(["learning_rate_te"] if config.full.learning_rate_te is not None else []), *singles]
+    if given and config.optim.text_encoder_lr not in ((), _fill_rates(config)):
+        yield Problem(given[0], "contradicts text_encoder_lr", "remove one of them", others=("text_encoder_lr",))

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Generic, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
@@ -62,6 +63,32 @@ class Communicator:
         if isinstance(failure, UserError):
             failure.is_reported = not self.is_main
         raise failure
+
+    def load_on_main_and_broadcast(self, load: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Load tensors to host memory on the main process, and send them to the others one at a time.
+
+        Of the device memory, and of the host memory beside the result, it needs that of one tensor.
+        """
+        loaded = dict[str, Tensor]()
+
+        def load_and_describe() -> list[tuple[str, torch.dtype, torch.Size]]:
+            loaded.update(load())
+            return [(name, tensor.dtype, tensor.shape) for name, tensor in loaded.items()]
+
+        described = self.run_on_main_and_broadcast(load_and_describe)
+        if self.world_size == 1:
+            return loaded
+        for name, dtype, shape in described:
+            if self.is_main:
+                values = loaded[name].contiguous().reshape(-1).view(torch.uint8).to(self.device)
+            else:
+                loaded[name] = torch.empty(shape, dtype=dtype)
+                values = torch.empty(loaded[name].nbytes, dtype=torch.uint8, device=self.device)
+            if values.numel():
+                dist.broadcast(values, 0)
+            if not self.is_main:
+                loaded[name].reshape(-1).view(torch.uint8).copy_(values)
+        return loaded
 
     def run_local_main_first(self, function: Callable[[], T]) -> T:
         """Run ``function`` on the local main process of each machine, then on its other processes.

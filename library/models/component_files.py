@@ -4,7 +4,7 @@ Only one tensor at a time is copied to host memory and cast, so that a model of 
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,8 +79,9 @@ def write_safetensors(
     metadata: Mapping[str, str],
     *,
     read_weight: ReadWeight = read_whole,
+    copied: Container[str] = (),
 ) -> None:
-    """Write one file; a weight that is not finite after the cast is an error."""
+    """Write one file; a weight that is not finite after the cast is an error, unless it is ``copied`` as it is."""
     names = sorted(tensors, key=lambda name: -_get_dtype(tensors[name], dtype).itemsize)  # keeps every tensor aligned
     entries = [
         TensorEntry(
@@ -94,7 +95,8 @@ def write_safetensors(
 
     def iter_bytes(entry: TensorEntry) -> Iterator[memoryview]:
         values = cast_weight(read_weight(tensors[entry.name]), dtype)
-        if values.is_floating_point() and not bool(values.isfinite().all()):
+        is_checked = entry.name not in copied and values.is_floating_point()
+        if is_checked and not bool(values.isfinite().all()):
             raise UserError(report_file(path, f"{entry.name} is not finite, or overflows {values.dtype}"))
         yield values.flatten().view(torch.uint8).numpy().data
 

@@ -118,7 +118,7 @@ def load_shards(
         return targets
 
     if strategy.shard_group is None:
-        return strategy.comm.run_on_main_and_broadcast(read_whole_tensors)
+        return strategy.comm.load_on_main_and_broadcast(read_whole_tensors)
     targets = dict[str, Tensor]()
     for name, (dtype, shape) in listed.items():
         own = _find_parameter(name, parameters)

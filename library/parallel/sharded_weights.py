@@ -87,7 +87,13 @@ def _broadcast_number(comm: Communicator, number: int = END) -> int:
 
 
 def _gather(weight: Tensor) -> Tensor:
-    """All-gather a weight."""
+    """All-gather a weight, on the device: a shard that is kept in host memory is copied there."""
     assert isinstance(weight, DTensor)
+    local, mesh = weight.to_local(), weight.device_mesh
+    if local.device.type != mesh.device_type:
+        moved = local.to(mesh.device_type)
+        weight = DTensor.from_local(
+            moved, mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+        )
     whole: Tensor = weight.full_tensor()
     return whole.detach()

@@ -226,7 +226,7 @@ class Resume:
     def restore(self, run: TrainingRun) -> None:
         """Load the checkpoint, which the main rank reads, into ``run`` on all ranks; each reads its own shards."""
         if (checkpoint := self.checkpoint) is not None:
-            tensors = self.comm.run_on_main_and_broadcast(lambda: checkpoint_dir.load_checkpoint_tensors(checkpoint))
+            tensors = self.comm.load_on_main_and_broadcast(lambda: checkpoint_dir.load_checkpoint_tensors(checkpoint))
             listed = checkpoint.metadata.get(checkpoint_dir.SHARDS_KEY, {})
             shards = load_shards(checkpoint.path, listed, run.strategy, name_parameters(run))
             restore_state(run, checkpoint.metadata, {**tensors, **shards})

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..adapters.component_key_names import clean_parameter_name
@@ -84,8 +85,9 @@ class SaveModel(SaveWeights):
             temporary.mkdir()
             self._write_components(run, temporary, {model.name: model for model in models}, read_weight)
             _replace_folder(temporary, path)
-        except OSError as error:
-            raise UserError(report_file(path, f"cannot be written: {error.strerror or error}")) from error
+        except (OSError, SafetensorError) as error:  # which safetensors raises on a full disk
+            reason = getattr(error, "strerror", None) or error
+            raise UserError(report_file(path, f"cannot be written: {reason}")) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 

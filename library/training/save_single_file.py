@@ -6,7 +6,7 @@ it is read by everything that reads the base model.
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from ..errors import UserError
 from ..models.base import Family
 from ..models.checkpoint_header import read_checkpoint_header, read_safetensors_header
 from ..models.checkpoint_shards import list_shard_paths, open_checkpoint
+from ..models.collect_component_keys import list_adaptable_components
 from ..models.component_files import DTYPE_NAMES, ReadWeight, verify_safetensors, write_safetensors
 from ..models.detect import DetectedModel
 from ..models.original_layout import OriginalTensor, read_original_layout
@@ -63,7 +64,7 @@ class SaveSingleFile(SaveWeights):
             if any(parameter.requires_grad for parameter in model.parameters())
         ]
         names = {each.name for each in models}
-        merged = {name: model for name, model in list_merged_components(run).items() if name not in names}
+        merged = {name: model for name, model in list_merged_components(run).items() if self._has_file(name, names)}
         models += [TrainedComponent(name, model, collect_tensors(model)) for name, model in merged.items()]
         weights = [tensor for each in models for tensor in each.tensors.values()]
         with use_eval_mode(trained):
@@ -72,6 +73,11 @@ class SaveSingleFile(SaveWeights):
             )
         logger.info("saved %s", path)
         return [path]
+
+    def _has_file(self, component: str, written: Set[str]) -> bool:
+        """Whether the file has a component that is not among those that are written, and is not read elsewhere."""
+        is_in_file = component in self.detected.single_file_components
+        return is_in_file and component not in (*written, *self.detected.component_sources)
 
     def _write_file(
         self, run: TrainingRun, path: Path, models: Sequence[TrainedComponent], read_weight: ReadWeight
@@ -82,12 +88,13 @@ class SaveSingleFile(SaveWeights):
         dtype = None if self.config.save_precision is None else SAVE_DTYPES[self.config.save_precision]
         metadata = {"format": "pt", **self._build_metadata(run)}
         try:
-            with self._open_tensors(run, models, read_weight) as (tensors, read):
+            with self._open_tensors(run, models, read_weight) as (tensors, read, copied):
                 if run.state.step < run.plan.steps:
                     itemsize = None if dtype is None else dtype.itemsize
                     sizes = (each.numel() * (itemsize or each.dtype.itemsize) for each in tensors.values())
                     reserve_disk_space(path, sum(sizes), run)
-                write_safetensors(temporary, tensors, dtype, metadata, read_weight=read)
+                copied = set() if dtype is not None else copied
+                write_safetensors(temporary, tensors, dtype, metadata, read_weight=read, copied=copied)
                 verify_safetensors(temporary, tensors, dtype, read)
             replace_path(temporary, path)
             fsync_dir(path.parent)
@@ -99,8 +106,8 @@ class SaveSingleFile(SaveWeights):
     @contextmanager
     def _open_tensors(
         self, run: TrainingRun, models: Sequence[TrainedComponent], read_weight: ReadWeight
-    ) -> Iterator[tuple[Mapping[str, Tensor], ReadWeight]]:
-        """Give stand-ins of the tensors of the file, by their keys, and the function that reads each of them."""
+    ) -> Iterator[tuple[Mapping[str, Tensor], ReadWeight, set[str]]]:
+        """Give stand-ins of the file's tensors by their keys, the function that reads each, and the keys of copies."""
         built = {
             each.key: (each, model.tensors)
             for model in models
@@ -121,7 +128,7 @@ class SaveSingleFile(SaveWeights):
                 original, weights = built[key]
                 return original.build(lambda name: read_weight(weights[name]))
 
-            yield stand_ins, read
+            yield stand_ins, read, stand_ins.keys() - built.keys()
 
     def _get_layout(self, family: Family, component: str) -> list[OriginalTensor]:
         if component not in self._layouts:
@@ -143,13 +150,18 @@ def saves_single_file(config: RunConfig, family: Family, detected: DetectedModel
     """Whether a full training saves one file: if asked for, or if the base model is one and nothing is against it."""
     if config.save.save_model_as is not None:
         return config.save.save_model_as == "safetensors"
-    return not find_single_file_obstacle(config, family, detected)
+    obstacle = find_single_file_obstacle(config, family, detected)
+    if obstacle and detected.source_type == "file":
+        logger.info("the model will be saved as a folder of diffusers: %s", obstacle)
+    return not obstacle
 
 
 def find_single_file_obstacle(config: RunConfig, family: Family, detected: DetectedModel) -> str:
     """Say why the trained model cannot be saved as one file; empty: it can."""
     facts = family.facts
     components = [facts.denoiser_name, *select_trained_text_encoders(config.adapter, config.optim, facts)]
+    merged = list_adaptable_components(family) if config.adapter.base_weights else ()
+    components += [name for name in merged if name in detected.single_file_components and name not in components]
     if detected.source_type != "file":
         return "the base model is no single file, whose names of weights the file would have"
     if read_checkpoint_header(Path(detected.path_or_id)).formats:

@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 from problem_lines import format_lines
 from rank_processes import build_communicator, run_on_ranks
@@ -104,3 +105,24 @@ def test_machines_with_different_files_are_refused(datasets, tmp_path):
     assert first[1] == second[1] and first[1].startswith("images, captions or dataset settings: rank 1 (on")
     assert f"(the first that differs is {tmp_path}/one/a/3.png, image 4; 5 images here, 5 there)" in first[1]
     assert (first[2], second[2]) == (False, True)
+
+
+def load_tensors_on_main() -> dict[str, tuple]:
+    comm = build_communicator(20)
+    tensors = {
+        "matrix": torch.arange(6.0, dtype=torch.bfloat16).view(2, 3).T,
+        "scalar": torch.tensor(7),
+        "flags": torch.tensor([True, False]),
+        "empty": torch.empty(0, 4),
+    }
+    try:
+        read = comm.load_on_main_and_broadcast(lambda: tensors if comm.is_main else pytest.fail("only main reads"))
+        return {name: (str(tensor.dtype), list(tensor.shape), tensor.tolist()) for name, tensor in read.items()}
+    finally:
+        comm.destroy_process_group()
+
+
+def test_tensors_that_the_main_rank_reads_are_the_same_on_all_ranks():
+    main, other = run_on_ranks(2, load_tensors_on_main)
+    assert list(main) == ["matrix", "scalar", "flags", "empty"] and main == other
+    assert other["matrix"] == ("torch.bfloat16", [3, 2], [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]])

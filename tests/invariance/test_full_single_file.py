@@ -96,6 +96,26 @@ def test_the_file_of_sharded_training_is_that_of_one_process_and_has_the_precisi
 
 
 @pytest.mark.slow
+def test_a_lora_is_merged_into_the_saved_file_and_encoders_of_other_files_are_left_alone(even_dataset, tmp_path):
+    """SD3 with its text encoders in files of their own, into which ``base_weights`` could be merged as well."""
+    pipe = TINY["sd3"]().pipe
+    tensors = original_checkpoints.build_checkpoint("sd3", pipe)
+    kept = {key: tensor for key, tensor in tensors.items() if not key.startswith("text_encoders.")}
+    assert len(kept) < len(tensors)
+    options = ["--pretrained_model_name_or_path", save_tensors(kept, tmp_path / "base.safetensors")]
+    options += ["--tokenizer_cache_dir", save_tokenizers("sd3", pipe, tmp_path / "tokenizers")]
+    for option, name in (("clip_l", "text_encoder"), ("clip_g", "text_encoder_2"), ("t5xxl", "text_encoder_3")):
+        encoder = original_checkpoints.convert_text_encoder(getattr(pipe, name))
+        options += [f"--{option}", save_tensors(encoder, tmp_path / f"{option}.safetensors")]
+    lora = "--max_train_steps 2 --learning_rate 0.1 --network_dim 2 --network_train_unet_only".split()
+    run_on_ranks(1, train, *options, *lora, "--dataset_config", str(even_dataset), "--output_dir", str(tmp_path / "l"))
+    base_weights = ("--base_weights", str(tmp_path / "l" / "lora.safetensors"), "--learning_rate", "1e-12")
+    saved = load_file(train_full(even_dataset, tmp_path / "full", 1, *options, *base_weights) / "lora.safetensors")
+    assert saved.keys() == kept.keys()
+    assert max(float((saved[key] - kept[key]).abs().max()) for key in kept) > 1e-4, "the LoRA is merged"
+
+
+@pytest.mark.slow
 def test_a_folder_cannot_become_one_file_which_is_said_before_the_model_is_loaded(even_dataset, tmp_path):
     flags = ("--pretrained_model_name_or_path", get_tiny_sd1_folder(), "--save_model_as", "safetensors")
     with pytest.raises(ConfigError, match=r"save_model_as.*the base model is no single file"):

@@ -218,5 +218,7 @@ def test_learning_rates_of_single_text_encoders_mean_what_they_mean_in_sd_script
     base = ["--dataset_config", "pyproject.toml", "--train", "full", "--learning_rate", "1e-5"]
     both = parse_config([*base, "--train_text_encoder", "--learning_rate_te1", "3e-6"]).config
     assert both.optim.text_encoder_lr == (3e-6, 1e-5) and both.adapter.trains_text_encoders
+    twice = parse_config([*base, "--train_text_encoder", "--learning_rate_te1", "3e-6", "--text_encoder_lr", "1e-6"])
+    assert any("--learning_rate_te1: contradicts text_encoder_lr" in line for line in format_lines(twice.problems))
     alone = parse_config([*base, "--learning_rate_te1", "3e-6"]).config
     assert alone.optim.text_encoder_lr == () and not alone.adapter.trains_text_encoders
