@@ -84,7 +84,8 @@ def _resolve_word(word: str, problems: list[Problem]) -> Iterator[tuple[Path, st
         yield from ((path, name, None) for name in names)
     else:
         siblings = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
-        known = [each.removesuffix(SUMMARY_END) for each in siblings if each.endswith((SUMMARY_END, FILE_END))]
+        found = [each for each in siblings if each.endswith((SUMMARY_END, FILE_END))]
+        known = [each.removesuffix(SUMMARY_END).removesuffix(FILE_END) for each in found]
         problems.append(report_argument(word, f"no such run or LoRA file{suggest_name(path.name, known)}"))
 
 

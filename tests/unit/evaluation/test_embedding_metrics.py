@@ -64,6 +64,7 @@ def test_copying_is_0_at_natural_nearness_and_1_for_a_training_picture():
 
 def test_distances_are_of_pictures_at_the_same_place():
     assert compute_distances(vectors(0, 10), vectors(60, 100)) == pytest.approx([0.5, 1])
+    assert compute_distances(vectors(0, 10), vectors(0, 10)).tolist() == [0, 0]
 
 
 def test_seed_and_caption_distances_separate_pairs_of_one_caption_from_those_of_two():

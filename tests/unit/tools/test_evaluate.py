@@ -60,7 +60,7 @@ def test_all_problems_are_reported_at_once_before_a_model_is_loaded(tmp_path, ca
     assert code == 2
     for text in (
         "num_seeds: must be at least 1, got 0",
-        "network_dimm: unknown option; did you mean network_dim?",
+        "--network_dimm: unknown option",
         f"{tmp_path / 'godo'}: no such run or LoRA file; did you mean good?",
         "dataset_config: missing; the files belong to no run",
         "prompts.txt:2: --x: unknown option",
