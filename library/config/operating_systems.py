@@ -25,7 +25,7 @@ _WINDOWS_CHARACTERS = re.compile(r'[<>:"/\\|?*]')
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f]")
 _RESERVED_NAMES = re.compile(r"(con|prn|aux|nul|conin\$|conout\$|com[0-9¹²³]|lpt[0-9¹²³])(\..*)?", re.IGNORECASE)
 _ESCAPED_CHARACTERS = {"\x07": r"\a", "\b": r"\b", "\t": r"\t", "\n": r"\n", "\f": r"\f", "\r": r"\r", "\x1b": r"\e"}
-_DRIVE_PATH = re.compile(r"[A-Za-z]:[^ ].*", re.DOTALL)
+_DRIVE_PATH = re.compile(r'[A-Za-z]:[^ "<>|?*][^"<>|?*]*')
 _PATH_KEY = re.compile(r"(.*_)?(dir|directory|file|path|folder|image_dir|vae|dit|ae|t5xxl|clip_[lg]|weights)")
 
 

@@ -114,6 +114,7 @@ def test_backslashes_that_toml_reads_as_escapes_are_explained_with_the_line(line
         r'caption_separator = "\n"',
         r'sample_prompts = "A: a cat\nB: a dog"',
         'note = """\nC: one\nD: two\n"""',
+        r'training_comment = "C:\\xyz \"quoted\"\nnext line"',
     ],
 )
 def test_paths_in_single_quotes_and_other_text_are_read_as_they_are(line, tmp_path):

@@ -19,8 +19,9 @@ pytestmark = pytest.mark.slow
 
 def list_files(folder: Path) -> set[str]:
     """The files below a folder, without those that Python and editors leave there."""
-    files = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-    return {f"{folder.name}/{path.relative_to(folder).as_posix()}" for path in files if not path.name.startswith(".")}
+    files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    own = (path for path in files if not any(part.startswith((".", "__pycache__")) for part in path.parts))
+    return {f"{folder.name}/{path.as_posix()}" for path in own}
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,9 @@ def test_the_installed_wheel_trains_outside_of_the_checkout(wheel, tmp_path):
         )
 
     assert Path(run("-c", "import library; print(library.__file__)").stdout.strip()).is_relative_to(site)
-    result = run("-m", "library", "demo", *"--max_train_steps 2 --max_data_loader_n_workers 0".split())
+    result = run(
+        "-m", "library", "demo", *"--max_train_steps 2 --sample_every_n_steps 2 --max_data_loader_n_workers 0".split()
+    )
     assert result.returncode == 0, result.stderr
     with safe_open(work / "output/demo/demo.safetensors", "pt") as file:
         assert file.metadata()["ss_steps"] == "2"
