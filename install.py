@@ -412,7 +412,7 @@ def check_device(python: Path, hardware: Hardware, builds: Sequence[str], skips_
     device = "cuda" if hardware.device == "rocm" else hardware.device
     try:
         command = [str(python), "-c", PROBE, device]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=600, check=False)
+        done = subprocess.run(command, capture_output=True, timeout=600, check=False)
     except (OSError, subprocess.SubprocessError) as error:
         raise InstallError(f"{python}: torch cannot be tried: {error}") from None
     if done.returncode == 0:
