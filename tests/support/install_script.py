@@ -27,13 +27,13 @@ esac
 
 def load_install_script():
     """Import install.py, which lies outside of the package."""
-    spec = importlib.util.spec_from_file_location("install_script", ROOT / "install.py")
+    spec = importlib.util.spec_from_file_location("install_py", ROOT / "install.py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules["install_script"] = module  # where dataclasses look for its names
+    sys.modules["install_py"] = module  # where dataclasses look for its names
     try:
         spec.loader.exec_module(module)
     finally:
-        del sys.modules["install_script"]
+        del sys.modules["install_py"]
     return module
 
 

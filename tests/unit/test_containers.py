@@ -6,12 +6,12 @@ import shlex
 from pathlib import Path
 
 import pytest
+from install_script import load_install_script
 
 from library.config import parse_config
 from library.problems import Problem
 from library.tools import TOOLS
 from library.tools.web import WebOptions
-from tests.support.install_script import load_install_script
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = ROOT / "scripts" / "Dockerfile"

@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from tests.support.install_script import NVIDIA_SMI, load_install_script, write_program
+from install_script import NVIDIA_SMI, load_install_script, write_program
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_scripts = pytest.mark.skipif(os.name == "nt", reason="the stand-ins for drivers are scripts of sh")
