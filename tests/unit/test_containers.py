@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from install_script import load_install_script
 
 from library.config import parse_config
 from library.problems import Problem
@@ -50,7 +51,12 @@ def test_the_image_has_the_tested_version_of_torch_from_pytorchs_own_index():
     constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
 
     assert f"torch=={arguments['TORCH']}\n" in constraints
-    assert "https://download.pytorch.org/whl/${BUILD}" in install and arguments["BUILD"].startswith("cu")
+    assert "https://download.pytorch.org/whl/${BUILD}" in install
+    release = tuple(int(part) for part in arguments["TORCH"].split(".")[:2])
+    published = {build.name for build in load_install_script().CUDA_BUILDS if build.is_of_release(release)}
+    comments = [line for line in DOCKERFILE.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
+    assert arguments["BUILD"] in published
+    assert set(re.findall(r"\bcu\d+", " ".join(comments))) <= published
     assert '-e ".[web]"' in " ".join(rest for name, rest in read_instructions() if name == "RUN")
 
 

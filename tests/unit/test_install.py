@@ -2,7 +2,6 @@
 
 import argparse
 import ast
-import importlib.util
 import os
 import re
 import subprocess
@@ -10,25 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from install_script import NVIDIA_SMI, load_install_script, write_program
 
 ROOT = Path(__file__).resolve().parents[2]
-NVIDIA_SMI = """#!/bin/sh
-case "$*" in
-  *query-gpu*) echo "{name}, {driver}, {capability}";;
-  *) echo "| NVIDIA-SMI {driver}   Driver Version: {driver}   CUDA Version: {cuda} |";;
-esac
-"""
 needs_scripts = pytest.mark.skipif(os.name == "nt", reason="the stand-ins for drivers are scripts of sh")
 
 
 @pytest.fixture
 def installer():
-    spec = importlib.util.spec_from_file_location("install_script", ROOT / "install.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["install_script"] = module  # where dataclasses look for its names
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["install_script"]
+    return load_install_script()
 
 
 @pytest.fixture
@@ -38,18 +27,19 @@ def programs(tmp_path, monkeypatch):
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:/bin")
     monkeypatch.delenv("PIP_INDEX_URL", raising=False)
-
-    def write(name, text):
-        (folder / name).write_text(text, "utf-8")
-        (folder / name).chmod(0o755)
-
-    return write
+    return lambda name, text: write_program(folder / name, text)
 
 
-def print_commands(installer, capsys, *words):
-    assert installer.main(["--dry_run", *words]) == 0
-    printed = capsys.readouterr().out
-    return printed, [line[2:] for line in printed.splitlines() if line.startswith("$ ")]
+@pytest.fixture
+def print_commands(installer, capsys, tmp_path):
+    """A function that returns what a dry run prints, and its commands, for a folder without an environment."""
+
+    def print_commands(*words, code=0):
+        assert installer.main(["--dry_run", "--venv", str(tmp_path / "no environment"), *words]) == code
+        printed, errors = capsys.readouterr()
+        return printed + errors, [line[2:] for line in printed.splitlines() if line.startswith("$ ")]
+
+    return print_commands
 
 
 def test_a_python_that_is_too_old_reads_it_and_says_which_one_is_needed(installer, monkeypatch, capsys):
@@ -89,52 +79,94 @@ def test_versions_are_those_of_the_project(installer):
 
 @needs_scripts
 @pytest.mark.parametrize(
-    ("cuda", "capability", "builds"),
+    ("cuda", "capability", "torch", "builds"),
     [
-        ("13.0", "9.0", "cu130, cu129, cu128, cu126, cpu"),
-        ("12.8", "8.9", "cu128, cu126, cpu"),
-        ("13.0", "6.1", "cu129, cu128, cu126, cpu"),  # Pascal, which CUDA 13 has left out
-        ("12.4", "8.6", "cpu"),  # a driver that is older than every build
+        ("13.0", "9.0", "2.13.0", "cu130, cu132, cu126"),
+        ("13.2", "12.0", "2.13.0", "cu130, cu132"),
+        ("12.8", "8.9", "2.13.0", "cu126"),
+        ("12.0", "8.6", "2.13.0", "cu126"),  # driver 525: a driver runs later minor versions of its CUDA, too
+        ("12.4", "8.6", "2.11.0", "cu126, cu128"),
+        ("12.8", "12.0", "2.11.0", "cu128"),
+        ("13.0", "6.1", "2.13.0", "cu126"),  # Pascal, which CUDA 13 has left out
+        ("12.8", "6.1", "2.11.0", "cu126"),
+        ("12.8", "7.0", "2.11.0", "cu126"),
+        ("13.0", "7.5", "2.11.0", "cu130, cu128, cu126"),
+        ("13.0", "[N/A]", "2.13.0", "cu130, cu132, cu126"),
     ],
 )
-def test_the_driver_and_the_gpu_decide_which_builds_of_torch_run(installer, programs, capsys, cuda, capability, builds):
+def test_driver_gpu_and_release_decide_which_builds_run(programs, print_commands, cuda, capability, torch, builds):
     programs("nvidia-smi", NVIDIA_SMI.format(name="NVIDIA X", driver="570.1", capability=capability, cuda=cuda))
-    printed, commands = print_commands(installer, capsys)
+    printed, commands = print_commands("--torch", torch)
 
     assert f"NVIDIA X, driver 570.1, CUDA up to {cuda}" in printed
     assert f"the first of {builds} that" in printed
     first = builds.partition(",")[0]
-    torch = f"torch=={installer.TESTED_TORCH}+{first} --index-url {installer.TORCH_HOST}/{first}"
-    assert any(torch in command for command in commands), "with its build, so that another one is replaced"
+    words = f"torch=={torch}+{first} --index-url https://download.pytorch.org/whl/{first}"
+    assert any(words in command for command in commands), "with its build, so that another one is replaced"
 
 
 @needs_scripts
-def test_a_gpu_of_amd_gets_a_build_for_rocm(installer, programs, capsys):
-    programs("rocminfo", "#!/bin/sh\necho '  Marketing Name:          AMD Radeon RX 7900 XTX'\n")
+@pytest.mark.parametrize(
+    ("cuda", "capability", "message"),
+    [
+        ("12.9", "12.0", "update the driver to one with CUDA 13 (580 or later)"),
+        ("11.8", "12.0", "update the driver to one with CUDA 13 (580 or later)"),
+        ("11.8", "8.6", "update the driver to one with CUDA 12 (525 or later)"),
+        ("12.4", "3.7", "torch 2.13.0 has no build for NVIDIA X (compute capability 3.7)"),
+    ],
+)
+def test_a_gpu_that_no_build_serves_ends_it_before_anything_is_made(
+    programs, print_commands, cuda, capability, message
+):
+    programs("nvidia-smi", NVIDIA_SMI.format(name="NVIDIA X", driver="570.1", capability=capability, cuda=cuda))
+    printed, commands = print_commands(code=2)
+    assert message in printed and "--device cpu trains on the CPU" in printed and commands == []
 
-    printed, _ = print_commands(installer, capsys)
-    assert "AMD Radeon RX 7900 XTX" in printed and f"the first of {installer.ROCM_BUILDS[0]}" in printed
-    printed, _ = print_commands(installer, capsys, "--device", "cpu")
+    printed, _ = print_commands("--device", "cpu")
     assert "the first of cpu that" in printed
 
 
-def test_a_mac_takes_the_build_of_pypi(installer, monkeypatch, capsys):
+def test_a_version_may_name_its_build_and_is_checked(installer, print_commands):
+    assert installer.parse_torch_version("2.13.0+cu126") == ("2.13.0", "cu126")
+    assert installer.parse_torch_version("2.12") == ("2.12.0", "")
+    _, commands = print_commands("--torch", "2.13.0+cu126")
+    assert any(
+        "torch==2.13.0+cu126 --index-url https://download.pytorch.org/whl/cu126" in command for command in commands
+    )
+    for version, message in (("2.9.0", "2.11 or later is needed"), ("newest", "no version of torch")):
+        printed, _ = print_commands("--torch", version, code=2)
+        assert f"--torch {version}: {message}" in printed
+
+
+@needs_scripts
+def test_a_gpu_of_amd_gets_a_build_for_rocm(installer, programs, print_commands):
+    programs("rocminfo", "#!/bin/sh\necho '  Marketing Name:          AMD Radeon RX 7900 XTX'\n")
+
+    printed, _ = print_commands()
+    assert "AMD Radeon RX 7900 XTX" in printed and f"the first of {installer.ROCM_BUILDS[0]}" in printed
+    printed, _ = print_commands("--device", "cpu")
+    assert "the first of cpu that" in printed
+
+
+def test_a_mac_takes_the_build_of_pypi(installer, monkeypatch, print_commands):
     monkeypatch.setattr(installer, "detect_nvidia", lambda: None)
     monkeypatch.setattr(installer, "detect_amd", lambda: None)
     monkeypatch.setattr(installer, "detect_intel", lambda: None)
     monkeypatch.setattr(installer, "detect_apple", lambda: installer.Hardware("mps", "Apple M4"))
-    _, commands = print_commands(installer, capsys)
+    _, commands = print_commands()
 
     assert "--index-url" not in " ".join(commands)
 
 
-def test_pips_settings_and_the_option_decide_over_the_index(installer, monkeypatch, capsys):
+def test_the_variable_of_pip_and_the_option_decide_over_the_index(monkeypatch, print_commands):
     monkeypatch.setenv("PIP_INDEX_URL", "https://me:secret@mirror.example/simple")
-    printed, commands = print_commands(installer, capsys)
+    printed, commands = print_commands()
     assert "mirror.example" in printed and "secret" not in printed and "--index-url" not in " ".join(commands)
 
-    _, commands = print_commands(installer, capsys, "--index-url", "https://you:hidden@other.example/whl")
-    assert any("--index-url https://other.example/whl" in command for command in commands)
+    _, commands = print_commands("--index-url", "https://you:hidden@other.example/whl")
+    assert any("torch==2.13.0 --index-url https://other.example/whl" in command for command in commands)
+    _, commands = print_commands("--index-url", "https://other.example/whl/cu126/")
+    assert any("torch==2.13.0+cu126 --index-url https://other.example/whl/cu126/" in command for command in commands)
 
 
 def test_the_index_is_the_first_that_has_this_version(installer, monkeypatch):
@@ -143,39 +175,23 @@ def test_the_index_is_the_first_that_has_this_version(installer, monkeypatch):
     def ask(command, timeout=30):
         url = command[command.index("--index-url") + 1]
         asked.append(url.rpartition("/")[2])
-        return "torch (2.12.0)\nAvailable versions: 2.12.0" if "cu130" in url else f"{installer.TESTED_TORCH}+cu129"
+        return "torch (2.12.0)\nAvailable versions: 12.13.0+cu130" if "cu130" in url else "2.14.0, 2.13.0+cu126"
 
     monkeypatch.setattr(installer, "ask", ask)
     monkeypatch.delenv("PIP_INDEX_URL", raising=False)
     hardware = installer.Hardware("cuda", "GPU", "600", (13, 0), 9.0)
-    options = installer.build_parser().parse_args([])
 
-    assert installer.choose_index(["pip"], hardware, options).endswith("/cu129")
-    assert asked == ["cu130", "cu129"]
+    assert installer.choose_index(["pip"], hardware, ["cu130", "cu126"], "2.13.0", False).endswith("/cu126")
+    assert asked == ["cu130", "cu126"]
 
 
-def test_an_update_pulls_and_upgrades(installer, monkeypatch, tmp_path, capsys):
+def test_an_update_pulls_and_upgrades(tmp_path, print_commands):
     (tmp_path / ".git").mkdir()
     (tmp_path / "pyproject.toml").touch()
-    _, commands = print_commands(installer, capsys, "--update", "--source", str(tmp_path))
+    _, commands = print_commands("--update", "--source", str(tmp_path))
 
     assert any(command.startswith("git -C") and command.endswith("pull --ff-only") for command in commands)
     assert sum("--upgrade" in command for command in commands) == 3
-
-
-def test_a_repair_removes_only_what_it_has_made(installer, tmp_path):
-    venv = tmp_path / "venv"
-    venv.mkdir()
-    (venv / "mine.txt").touch()
-    with pytest.raises(installer.InstallError, match="not made by this program"):
-        installer.remove_environment(venv, False)
-    (venv / installer.MARKER).touch()
-    installer.remove_environment(venv, True)
-    assert venv.exists()
-    installer.remove_environment(venv, False)
-
-    assert not venv.exists()
-    installer.remove_environment(venv, False)
 
 
 def test_without_a_checkout_or_a_wheel_it_says_where_to_put_it(tmp_path):
@@ -204,36 +220,6 @@ def test_every_option_is_in_the_help_and_has_an_effect(installer):
     names = vars(installer.build_parser().parse_args([]))
 
     assert all(re.search(rf"options\.{name}\b", source) for name in names)
-
-
-@pytest.mark.parametrize("name", ["start.sh", "start.command", "start.bat"])
-def test_start_scripts_open_the_page_of_this_environment(name):
-    data = (ROOT / "scripts" / name).read_bytes()
-    text = data.decode("ascii")
-
-    if name == "start.bat":
-        assert data.count(b"\n") == data.count(b"\r\n") and ".venv\\Scripts\\python.exe" in text
-    else:
-        assert b"\r" not in data and os.access(ROOT / "scripts" / name, os.X_OK) == (os.name != "nt")
-    if name != "start.command":
-        assert "install.py" in text and "-m library web --open_browser" in text
-
-
-@needs_scripts
-def test_the_start_script_runs_the_python_of_the_environment(tmp_path):
-    for name in ("start.sh", "start.command"):
-        (tmp_path / "a b" / "scripts").mkdir(parents=True, exist_ok=True)
-        target = tmp_path / "a b" / "scripts" / name
-        target.write_bytes((ROOT / "scripts" / name).read_bytes())
-        target.chmod(0o755)
-    python = tmp_path / "a b" / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text('#!/bin/sh\necho "$PWD" "$@"\n', "utf-8")
-    python.chmod(0o755)
-    for name in ("start.sh", "start.command"):
-        command = [str(tmp_path / "a b" / "scripts" / name), "--port", "7861"]
-        result = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", cwd="/")
-        assert result.stdout.split("\n")[0] == f"{tmp_path / 'a b'} -m library web --open_browser --port 7861"
 
 
 def test_options_are_written_with_a_dash_or_an_underscore(installer):
