@@ -114,30 +114,27 @@ def _validate_expert_range(noise: NoiseConfig, model: ModelConfig, detected: Det
     experts = facts.pipeline.experts
     if experts is None or (noise.min_timestep or 0) >= (noise.max_timestep or NUM_TRAIN_TIMESTEPS):
         return  # an empty range is reported by validate_objective
-    boundary = experts.boundary if model.noise_boundary is None else model.noise_boundary
     distribution = facts.training_noise.build_distribution(noise, get_config_reader(detected))
+    if distribution.is_cut and distribution.compute_share_in_range(TYPICAL_TOKENS) < MIN_SHARE_IN_RANGE:
+        return  # reported by _validate_noise_range
+    boundary = experts.boundary if model.noise_boundary is None else model.noise_boundary
     below = distribution.compute_share_below(boundary, TYPICAL_TOKENS)
     shares = {LOW_NOISE: below, HIGH_NOISE: 1 - below}
-    empty = [expert for expert in experts.list_trained() if shares[expert] < MIN_SHARE_IN_RANGE]
-    if not empty:
+    empty = next((expert for expert in experts.list_trained() if shares[expert] < MIN_SHARE_IN_RANGE), None)
+    if empty is None:
         return
-    set_ends = [name for name in ("min_timestep", "max_timestep") if getattr(noise, name) is not None]
-    option, *others = set_ends or ["timestep_sampling"]
-    (expert,), at = empty, round(boundary * NUM_TRAIN_TIMESTEPS)
-    other = HIGH_NOISE if expert == LOW_NOISE else LOW_NOISE
-    if set_ends:
-        low, high = (round(NUM_TRAIN_TIMESTEPS * end) for end in distribution.range)
-        where = f"the range {low} to {high} has"
-    else:
-        where = f"timestep_sampling {distribution.sampling} has"
-    text = f"{where} no timestep for {expert}, which is {'below' if expert == LOW_NOISE else 'from'} {at}"
-    if expert == HIGH_NOISE:
-        text += " on"
+    at = f"{boundary * NUM_TRAIN_TIMESTEPS:g}"
+    other, part, limit = HIGH_NOISE, f"below {at}", f"a min_timestep below {at}"
+    if empty == HIGH_NOISE:
+        other, part, limit = LOW_NOISE, f"from {at} on", f"a max_timestep above {at}"
+    ends = [name for name in ("min_timestep", "max_timestep") if getattr(noise, name) is not None]
+    low, high = (round(NUM_TRAIN_TIMESTEPS * end) for end in distribution.range)
+    source = f"the range {low} to {high}" if ends else f"timestep_sampling {distribution.sampling}"
+    fix = f"set {limit}, or --noise_experts {other}" if ends else "use another one"
     if experts.trained == "both":
         fix = f"only {other} would be trained: use --noise_experts {other}, or another range"
-    else:
-        limit = f"a min_timestep below {at}" if expert == LOW_NOISE else f"a max_timestep above {at}"
-        fix = f"set {limit}, or --noise_experts {other}" if set_ends else "use another one"
+    option, *others = ends or ["timestep_sampling"]
+    text = f"{source} has no timestep for {empty}, which is {part}"
     yield Problem(option, text, fix, others=(*others, "noise_experts"))
 
 

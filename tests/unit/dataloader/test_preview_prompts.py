@@ -341,8 +341,8 @@ def test_negative_prompts_of_a_model_whose_guidance_is_an_input_are_named_in_one
 
 
 def test_two_guidances_of_a_model_that_has_one_are_refused_where_they_differ(tmp_path):
-    model = detect_model(ModelConfig("random:flux_control:tiny"))
+    model = detect_model(ModelConfig("random:flux2_dev:tiny"))
     prompts = read(tmp_path, "p.txt", "a --g 10 --l 30\nb --g 10 --l 10\nc --g 10\nd --l 10\n")
-    text = "--g: guidance is one input of FLUX.1 Depth and Canny, which --g (10) and --l (30) both set"
+    text = "--g: guidance is one input of FLUX.2 dev, which --g (10) and --l (30) both set"
     assert format_lines(validate_prompts(prompts, model)) == [f"{tmp_path / 'p.txt'}:1: {text}; give one of them"]
     assert not [*validate_prompts(prompts, detect_model(ModelConfig("random:flux:tiny")))]

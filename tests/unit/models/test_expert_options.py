@@ -79,6 +79,16 @@ def test_a_range_with_levels_of_all_trained_experts_is_accepted(flags):
     assert list_problems(flags) == []
 
 
+def test_a_range_without_any_sample_is_refused_once():
+    flags = "--min_timestep 900 --preserve_distribution_shape --timestep_sampling sigmoid --sigmoid_scale 0.01"
+    (line,) = list_problems(flags)
+    assert "next to no sample of timestep_sampling sigmoid is in this range" in line
+    assert "min_timestep 900 is not below max_timestep 800" in " ".join(
+        format_lines(parse_config(["--min_timestep", "900", "--max_timestep", "800"]).problems)
+    )
+    assert list_problems("--min_timestep 900 --max_timestep 800") == []
+
+
 def test_the_boundary_is_that_of_the_model():
     assert "from 900 on" in list_problems("--noise_experts high_noise --max_timestep 890", "wan22_i2v")[0]
     assert list_problems("--noise_experts low_noise --min_timestep 890", "wan22_i2v") == []
