@@ -229,6 +229,8 @@ def list_control_facts(sample: Sample, assignments: Sequence[BucketAssignment]) 
             yield control.clip.conversion.describe()
         if control.made:
             yield control.made
+        if control.is_mask:
+            yield "mask file"
 
 
 def assign_control_size(width: int, height: int, resolution: Resolution | None, keeps_size: bool) -> BucketAssignment:

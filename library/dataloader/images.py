@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ..dataset.clip_decoding import ClipError, read_clip_frames
 from ..dataset.controls import ControlImage
 from ..dataset.frame_windows import FrameWindow
-from ..dataset.image_decoding import Pixels, load_rgb_image
+from ..dataset.image_decoding import Pixels, load_inpainting_mask, load_rgb_image
 from ..dataset.masks import (
     Mask,
     MaskPixels,
@@ -152,7 +152,8 @@ def load_control_pixels(
             found.append(loaded)
             continue
         try:
-            image = load_rgb_image(verify_remote_image(control.image, control.content_hash))
+            load = load_inpainting_mask if control.is_mask else load_rgb_image
+            image = load(verify_remote_image(control.image, control.content_hash))
         except RemoteOutage as error:  # no fault of the image
             raise UserError(report_file(control.image, str(error))) from error
         except Exception as error:  # Pillow's decoders raise almost anything on damaged data
@@ -181,11 +182,12 @@ def _load_control_clip(
         return BadSample(str(sample.image), f"its control clip {control.image} cannot be read now: {error}")
 
 
-def load_preview_controls(prompt: "Prompt") -> "list[Image]":
+def load_preview_controls(prompt: "Prompt", *, are_masks: bool = False) -> "list[Image]":
     """Load the control images of a preview, or what is made of them, drawn by the seed of the prompt."""
     from PIL import Image
 
-    images = [load_rgb_image(path) for path in prompt.control_images]
+    load = load_inpainting_mask if are_masks and prompt.control_from_image is None else load_rgb_image
+    images = [load(path) for path in prompt.control_images]
     if prompt.control_from_image is None:
         return images
     rng = random.Random(prompt.seed or 0)

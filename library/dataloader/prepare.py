@@ -230,6 +230,7 @@ def prepare_data(
         raise FileError(problems)
     if control_limits is not None:
         _check_control_counts(prepared.merge_validation().manifest, control_limits)
+        prepared = _mark_masks(prepared) if control_limits.are_masks else prepared
     if max_side is not None:
         _check_bucket_sides(prepared.merge_validation(), max_side, model)
     return prepared
@@ -278,6 +279,22 @@ def _check_bucket_sides(prepared: PreparedData, max_side: int, model: str) -> No
         problems.append(Problem(key, text, f"set at most {max_side}", place))
     if problems:
         raise FileError(problems)
+
+
+def _mark_masks(prepared: PreparedData) -> PreparedData:
+    """Mark the control images of files as masks, whose transparent parts are read in another way."""
+
+    def mark(manifest: Manifest) -> Manifest:
+        samples = [
+            replace(sample, controls=tuple(replace(each, is_mask=not each.made) for each in sample.controls))
+            for sample in manifest.samples
+        ]
+        return replace(manifest, samples=tuple(samples))
+
+    validation = prepared.validation
+    if validation is not None:
+        validation = replace(validation, manifest=mark(validation.manifest))
+    return replace(prepared, manifest=mark(prepared.manifest), validation=validation)
 
 
 def _check_control_counts(manifest: Manifest, limits: ControlLimits) -> None:

@@ -51,6 +51,8 @@ class ControlImage:
     """The way the control image is derived from the picture itself: a key of ``CONTROLS_FROM_IMAGE``."""
     clip: ClipFrames | None = None
     """The frames of a control clip."""
+    is_mask: bool = False
+    """Whether this is the file of a mask of an inpainting model."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""Decode images for training: RGB in EXIF orientation with 8 bits per channel, transparent parts white."""
+"""Decode images for training: RGB in EXIF orientation with 8 bits per channel, transparent parts white.
+
+In masks of inpainting, whose white is painted, transparent parts are black.
+"""
 
 import io
 import warnings
@@ -35,13 +38,22 @@ class InMemoryImage:
 
 def load_rgb_image(source: ImageSource) -> "Image":
     """Load in EXIF orientation and RGB; transparent parts become white."""
+    return _load_on_background(source, 255)
+
+
+def load_inpainting_mask(source: ImageSource) -> "Image":
+    """Load a mask whose white is painted, in EXIF orientation and RGB; transparent parts, unpainted, become black."""
+    return _load_on_background(source, 0)
+
+
+def _load_on_background(source: ImageSource, gray: int) -> "Image":
     from PIL import Image
 
     image = load_oriented_image(source)
     if has_transparency(image):
         image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
-        image = Image.alpha_composite(white, image)
+        background = Image.new("RGBA", image.size, (gray, gray, gray, 255))
+        image = Image.alpha_composite(background, image)
     return image.convert("RGB")
 
 

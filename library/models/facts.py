@@ -272,6 +272,9 @@ class SamplingFacts:
     """Width and height of the image."""
     frame_images: tuple[Literal["image_path", "end_image_path"], ...] = ()
     """The images of prompts that clips begin and end with, by the keys of prompts."""
+    is_guidance_embedded: bool = False
+    """Whether guidance is an input of the model alone: ``--g`` and ``--l`` both set it, and there are no negative
+    prompts."""
 
     def get_guidance_scale(self, cfg_scale: float | None) -> float:
         """Return the guidance of a prompt that may set its own."""

@@ -72,6 +72,8 @@ class TrainingNoiseFacts:
     multiples_per_token: float = 1
     """The side of the square for which shifts by image size count one token, in least multiples of image sides: 2
     where they count patches of 2 x 2 latents, as sd-scripts does, and the model has none."""
+    max_timestep: int | None = None
+    """The default of ``max_timestep``, of a model that knows low noise levels only; of any kind of model."""
     other_trainers: Mapping[str, NoiseLevels] = field(default_factory=dict)
     """The noise levels of other trainers, by program, of those that train the family."""
 

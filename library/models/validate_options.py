@@ -32,6 +32,8 @@ from ..dataset.controls import CONTROLS_FROM_IMAGE, MASK_FROM_IMAGE
 from ..dataset.dataset_config import can_load_datasets, load_dataset_config
 from ..dataset.schema import DatasetConfig, SubsetConfig
 from ..dataset.validate import find_clips_for_image_models, validate_resolution_multiple
+from ..diffusion.noise_experts import HIGH_NOISE, LOW_NOISE, TYPICAL_TOKENS
+from ..diffusion.noise_levels import NUM_TRAIN_TIMESTEPS
 from ..diffusion.timestep_shift import FixedShift
 from ..errors import ConfigError, FileError
 from ..problems import Place, Problem, locate_problems
@@ -70,6 +72,7 @@ def validate_model_options(config: RunConfig, locations: Mapping[str, Place]) ->
                 t5=facts.text.t5_encoder,
             ),
             *_validate_noise_range(config.noise, detected),
+            *_validate_expert_range(config.noise, config.model, detected),
             *_validate_text_mask(config.model, config.distributed.attn_mode, config.parallel.cp_size, detected),
             *validate_adapter.validate_text_caching(
                 config.adapter,
@@ -103,6 +106,36 @@ def _validate_noise_range(noise: NoiseConfig, model: DetectedModel) -> Iterator[
         option = "min_timestep" if noise.min_timestep else "max_timestep"
         text = f"next to no sample of timestep_sampling {distribution.sampling} is in this range"
         yield Problem(option, text, "widen it, or leave out preserve_distribution_shape")
+
+
+def _validate_expert_range(noise: NoiseConfig, model: ModelConfig, detected: DetectedModel) -> Iterator[Problem]:
+    """Check that there are noise levels to train each expert with."""
+    facts = get_family_facts(detected.family)
+    experts = facts.pipeline.experts
+    if experts is None or (noise.min_timestep or 0) >= (noise.max_timestep or NUM_TRAIN_TIMESTEPS):
+        return  # an empty range is reported by validate_objective
+    distribution = facts.training_noise.build_distribution(noise, get_config_reader(detected))
+    if distribution.is_cut and distribution.compute_share_in_range(TYPICAL_TOKENS) < MIN_SHARE_IN_RANGE:
+        return  # reported by _validate_noise_range
+    boundary = experts.boundary if model.noise_boundary is None else model.noise_boundary
+    below = distribution.compute_share_below(boundary, TYPICAL_TOKENS)
+    shares = {LOW_NOISE: below, HIGH_NOISE: 1 - below}
+    empty = next((expert for expert in experts.list_trained() if shares[expert] < MIN_SHARE_IN_RANGE), None)
+    if empty is None:
+        return
+    at = f"{boundary * NUM_TRAIN_TIMESTEPS:g}"
+    other, part, limit = HIGH_NOISE, f"below {at}", f"a min_timestep below {at}"
+    if empty == HIGH_NOISE:
+        other, part, limit = LOW_NOISE, f"from {at} on", f"a max_timestep above {at}"
+    ends = [name for name in ("min_timestep", "max_timestep") if getattr(noise, name) is not None]
+    low, high = (round(NUM_TRAIN_TIMESTEPS * end) for end in distribution.range)
+    source = f"the range {low} to {high}" if ends else f"timestep_sampling {distribution.sampling}"
+    fix = f"set {limit}, or --noise_experts {other}" if ends else "use another one"
+    if experts.trained == "both":
+        fix = f"only {other} would be trained: use --noise_experts {other}, or another range"
+    option, *others = ends or ["timestep_sampling"]
+    text = f"{source} has no timestep for {empty}, which is {part}"
+    yield Problem(option, text, fix, others=(*others, "noise_experts"))
 
 
 def _validate_text_mask(model: ModelConfig, attn_mode: str, cp_size: int, detected: DetectedModel) -> Iterator[Problem]:
@@ -216,6 +249,10 @@ def _validate_prompt(prompt: Prompt, model: DetectedModel) -> Iterator[Problem]:
     elif prompt.flow_shift is not None:
         yield prompt.report("flow_shift", f"for flow-matching models only, not for {title}", "leave it out")
     yield from _validate_frames(prompt, model)
+    guidances = {prompt.cfg_scale, prompt.embedded_guidance} - {None}
+    if facts.sampling.is_guidance_embedded and len(guidances) > 1:
+        text = f"guidance is one input of {title}, which --g ({prompt.embedded_guidance:g}) and --l"
+        yield prompt.report("guidance_scale", f"{text} ({prompt.cfg_scale:g}) both set", "give one of them")
     if prompt.embedded_guidance is not None and not model.has_guidance_embeds:
         yield prompt.report("guidance_scale", f"{title} has no guidance embedding", "use --l")
 
@@ -267,6 +304,7 @@ def drop_unused_model_options(loaded: ParsedConfig) -> ParsedConfig:
         loaded = loaded.without_args(dict.fromkeys(names, f"{facts.title} has no convolutions"))
     unusable = _find_unusable_prompt_settings(loaded.config, detected)
     loaded = _round_bucket_steps(replace(loaded, unused=(*loaded.unused, *unusable)), detected)
+    loaded = _apply_max_timestep(loaded, facts)
     loaded = _take_musubi_args(loaded, facts.options.network)
     lengths = find_block_lr_weight_lengths(parse_network_args(adapter.network_args)[0], facts.options.network)
     where = loaded.locations.get("network_args")
@@ -283,7 +321,19 @@ def _find_unusable_prompt_settings(config: RunConfig, model: DetectedModel) -> l
         prompts = load_preview_prompts(config.preview)
     except ConfigError:  # reported by validate_model_options
         return []
-    return [*_find_unusable_samplers(prompts, config.noise, model), *_find_unusable_rates(prompts, model)]
+    return [
+        *_find_unusable_samplers(prompts, config.noise, model),
+        *_find_unusable_rates(prompts, model),
+        *_find_unusable_negative_prompts(prompts, model),
+    ]
+
+
+def _find_unusable_negative_prompts(prompts: Sequence[Prompt], model: DetectedModel) -> Iterator[tuple[Place, str]]:
+    """Find the negative prompts of a model whose guidance is an input, so that it denoises without them."""
+    facts = get_family_facts(model.family)
+    places = (prompt.locate_key("negative_prompt") for prompt in prompts if prompt.negative_prompt)
+    for place in dict.fromkeys(places) if facts.sampling.is_guidance_embedded else ():
+        yield place, f"guidance is an input of {facts.title}, without negative prompts"
 
 
 def _find_unusable_rates(prompts: Sequence[Prompt], model: DetectedModel) -> Iterator[tuple[Place, str]]:
@@ -323,6 +373,16 @@ def _round_bucket_steps(loaded: ParsedConfig, detected: DetectedModel) -> Parsed
     config = replace(loaded.config, data=replace(data, bucket_reso_steps=step))
     adjustments = {**loaded.adjustments, "bucket_reso_steps": notice}
     return replace(loaded, config=config, notices=[*loaded.notices, notice], adjustments=adjustments)
+
+
+def _apply_max_timestep(loaded: ParsedConfig, facts: FamilyFacts) -> ParsedConfig:
+    """Train the noise levels that the model knows, unless ``max_timestep`` is set, or ``min_timestep`` above them."""
+    most, noise = facts.training_noise.max_timestep, loaded.config.noise
+    if most is None or noise.max_timestep is not None or (noise.min_timestep or 0) >= most:
+        return loaded
+    text = f"{facts.title} knows no higher noise levels; --max_timestep {NUM_TRAIN_TIMESTEPS} trains all"
+    config = replace(loaded.config, noise=replace(noise, max_timestep=most))
+    return replace(loaded, config=config, notices=[*loaded.notices, f"max_timestep {most}: {text}"])
 
 
 def _find_other_defaults(loaded: ParsedConfig, detected: DetectedModel) -> Iterator[str]:

@@ -152,7 +152,6 @@ def build_run(
     loader = _build_loader(strategy, prepared, plan, cache_readers)
     if strategy.comm.is_main:
         _warn_truncated_captions(family, pipe, prepared.list_first_epoch_captions(plan.batch_plan, plan.steps))
-    ema_decay = config.optim.ema_decay
     bad_samples = BadSamples(config.data.max_invalid_images, len({each.image for each in prepared.manifest.samples}))
     trainable = [parameter for group in groups for parameter in group.parameters]
     run = TrainingRun(
@@ -169,7 +168,7 @@ def build_run(
         oom_recovery=_build_oom_recovery(config.train, trained),
         bad_samples=bad_samples,
         metric_logger=NullMetricLogger(),
-        ema=None if ema_decay is None else AdapterEMA(trainable, ema_decay),
+        ema=None if config.optim.ema_decay is None else AdapterEMA(trainable, config.optim.ema_decay),
         max_norm_regularizer=_build_max_norm(config, trained, adapter),
         compilation=compilation,
         state=TrainState(step=plan.first_step),

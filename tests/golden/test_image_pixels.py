@@ -11,7 +11,7 @@ from PIL import Image
 
 from library.dataloader.buckets import BucketAssignment
 from library.dataloader.images import resize_and_crop, resize_area, resize_image
-from library.dataset.image_decoding import load_rgb_image
+from library.dataset.image_decoding import load_inpainting_mask, load_rgb_image
 from library.dataset.image_inspection import inspect_image
 
 RED, BLUE, WHITE = (255, 0, 0), (0, 0, 255), (255, 255, 255)
@@ -69,6 +69,31 @@ def test_transparent_pixels_become_white(tmp_path: Path):
 
     Image.new("RGB", (4, 4), RED).save(tmp_path / "key.png", transparency=RED)
     assert load_rgb_image(tmp_path / "key.png").getpixel((0, 0)) == WHITE
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "L with a transparent value"])
+def test_white_on_transparent_is_a_mask_of_the_white(mode: str, tmp_path: Path):
+    path = tmp_path / "mask.png"
+    if mode == "P":
+        mask = Image.new("P", (30, 20))
+        mask.putpalette([255, 255, 255, 255, 255, 255])
+        mask.paste(1, (0, 0, 10, 20))
+        mask.save(path, transparency=0)
+    elif mode == "L with a transparent value":
+        mask = Image.new("L", (30, 20), 254)
+        mask.paste(255, (0, 0, 10, 20))
+        mask.save(path, transparency=254)
+    else:
+        mask = Image.new(mode, (30, 20), (255, 255, 255, 0) if mode == "RGBA" else (255, 0))
+        mask.paste((255, 255, 255, 255) if mode == "RGBA" else (255, 255), (0, 0, 10, 20))
+        mask.save(path)
+    assert Image.open(path).mode == mode.split(" ")[0]
+    pixels = np.asarray(load_inpainting_mask(path))
+    assert pixels.shape == (20, 30, 3)
+    assert (pixels[:, :10] == 255).all() and (pixels[:, 10:] == 0).all()
+    opaque = tmp_path / "opaque.png"
+    build_image().save(opaque)
+    assert (np.asarray(load_inpainting_mask(opaque)) == np.asarray(load_rgb_image(opaque))).all()
 
 
 def test_other_image_modes_are_converted_without_changing_the_brightness(tmp_path: Path):

@@ -133,7 +133,7 @@ def load_preview_control(family: Family, prompt: Prompt) -> Image:
     """Load the one control image of a preview, cropped to the shape of the preview."""
     from ...dataloader.images import load_preview_controls
 
-    (image,) = load_preview_controls(prompt)
+    (image,) = load_preview_controls(prompt, are_masks=family.facts.control.are_masks)
     return _fit(family, prompt, image)
 
 

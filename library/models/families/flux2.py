@@ -159,7 +159,7 @@ DEV_FACTS = FamilyFacts(
             "OneTrainer": NoiseLevels("flux2_shift"),
         },
     ),
-    sampling=SamplingFacts(num_inference_steps=50, guidance_scale=4.0),
+    sampling=SamplingFacts(num_inference_steps=50, guidance_scale=4.0, is_guidance_embedded=True),
     control=ControlFacts(num_images=(0, 10)),
     options=FamilyOptions(
         components={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"},
@@ -173,6 +173,7 @@ KLEIN_FACTS = replace(
     DEV_FACTS,
     title="FLUX.2 klein",
     pipeline=PipelineFacts(class_name="Flux2KleinPipeline", num_parameters=9_078_581_248),
+    sampling=replace(DEV_FACTS.sampling, is_guidance_embedded=False),
     detection=replace(
         DEV_FACTS.detection,
         keys=_KLEIN_KEYS,

@@ -58,7 +58,7 @@ CONTROL_FACTS = replace(
     detection=replace(
         FLUX_FACTS.detection, match_configs=_match_control, unsupported_shapes={}, trainer_names=TrainerNames()
     ),
-    sampling=SamplingFacts(num_inference_steps=28, guidance_scale=30.0),
+    sampling=SamplingFacts(num_inference_steps=28, guidance_scale=30.0, is_guidance_embedded=True),
     control=ONE_CONTROL,
     options=replace(FLUX_FACTS.options, musubi_versions={}, kohya_objective=None),
     training_noise=AS_SAMPLED,
@@ -75,7 +75,7 @@ FILL_FACTS = replace(
         hub_id="black-forest-labs/FLUX.1-Fill-dev",
     ),
     detection=replace(CONTROL_FACTS.detection, match_configs=_match_fill),
-    sampling=SamplingFacts(num_inference_steps=28, guidance_scale=30.0, frame_images=("image_path",)),
+    sampling=replace(CONTROL_FACTS.sampling, frame_images=("image_path",)),
     control=ONE_MASK,
     notes="inpainting",
 )

@@ -27,7 +27,7 @@ FACTS = replace(
         LTX_FACTS.pipeline,
         class_name="LTXConditionPipeline",
         num_parameters=13_042_569_344,
-        hub_id="Lightricks/LTX-Video-0.9.5",
+        hub_id="Lightricks/LTX-Video-0.9.7-dev",
     ),
     detection=replace(
         LTX_FACTS.detection,

@@ -16,6 +16,7 @@ from ..shared_facts import (
     UNET_VAE_PREFIXES,
     match_unet_model,
 )
+from ..training_noise import TrainingNoiseFacts
 from .channel_inputs import encode_preview_control, load_picture
 from .sdxl import FACTS as SDXL_FACTS
 from .sdxl import StableDiffusionXL, is_refiner
@@ -80,7 +81,8 @@ FACTS = replace(
         network=NetworkFacts(unet_blocks=(12, 1, 12)),
         kohya_objective=None,
     ),
-    notes="for the last fifth of the noise levels: `--max_timestep 200`",
+    training_noise=TrainingNoiseFacts(max_timestep=200),
+    notes="for the last fifth of the noise levels",
 )
 
 

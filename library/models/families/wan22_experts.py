@@ -5,6 +5,7 @@ Both are trained in one run, each in the steps that are drawn for it, or one of 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -33,6 +34,15 @@ BOUNDARY, IMAGE_BOUNDARY = 0.875, 0.9
 _BOTH = "a step trains one of the two experts, and the other is idle; train one with --noise_experts high_noise"
 
 
+_NOISE_NAMES = r"(?<!s)(high|low)[-_ .]?noise"
+"""``high_noise`` and its other spellings in the names of files."""
+_NOISE_WORDS = (
+    r"(?<![a-z])(high|low)(?![a-z])"
+    r"(?![-_ .]?(?:res|quality|detail|vram|ram|mem|memory|rank|bit|bits|precision|motion|speed|fps|steps?)(?![a-z]))"
+)
+"""The words ``HIGH`` and ``LOW`` alone, unless they say how much there is of something else."""
+
+
 def _match_experts(read: ConfigReader, boundary: float, channels_per_latent: int, more_channels: int) -> FamilyMatch:
     index, config = read_required(read, "model_index.json"), read_required(read, "transformer/config.json")
     if index["boundary_ratio"] != boundary:
@@ -57,10 +67,21 @@ def _validate_files(read: ConfigReader, options: ModelConfig) -> Iterator[Proble
     """A file whose name says that it is the other transformer is not taken for this one."""
     main = LOW_NOISE if options.noise_experts == "both" else options.noise_experts
     for option, expert in (("pretrained_model_name_or_path", main), ("dit_high_noise", HIGH_NOISE)):
-        other = HIGH_NOISE if expert == LOW_NOISE else LOW_NOISE
         path = Path(getattr(options, option) or "")
-        if path.suffix and other in path.name.lower():
-            yield Problem(option, f"is named ({other}) like the transformer for {other}", f"give that for {expert}")
+        named = _find_named_expert(path.name) if path.suffix else None
+        if named is not None and named[0] != expert:
+            other, word = named
+            yield Problem(option, f"is named ({word}) like the transformer for {other}", f"give that for {expert}")
+
+
+def _find_named_expert(name: str) -> tuple[str, str] | None:
+    """Find the expert that the name of a file stands for, and the word that says so; None if it names none or both."""
+    for pattern in (_NOISE_NAMES, _NOISE_WORDS):
+        found = {match[1].lower(): match[0] for match in re.finditer(pattern, name, re.IGNORECASE)}
+        if found:
+            experts = {"high": HIGH_NOISE, "low": LOW_NOISE}
+            return (experts[next(iter(found))], next(iter(found.values()))) if len(found) == 1 else None
+    return None
 
 
 FACTS = replace(

@@ -1,6 +1,7 @@
 """Control images: matched by name, sized and flipped like their pictures, in every batch, cached or not."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,11 @@ from problem_lines import format_lines
 from library.config.schema_data import DataConfig
 from library.dataloader.batch_plan import BatchPlan
 from library.dataloader.prepare import prepare_data
+from library.dataloader.sample_prompts import Prompt
 from library.dataset.controls import ControlLimits
 from library.errors import ConfigError, FileError
+from library.models.families import FAMILIES
+from library.models.families.channel_inputs import load_preview_control
 
 ANY_NUMBER = ControlLimits(0, 9, "any model", "")
 
@@ -209,6 +213,39 @@ def test_the_number_of_control_images_fits_the_model(folder):
         prepare(folder, limits=ControlLimits(0, 0, "M", "K"))
     with pytest.raises(FileError, match=r"M needs 2 control images for each picture, not 1: a0.png, a1.png"):
         prepare(folder, limits=ControlLimits(2, 3, "M", "K"))
+
+
+def test_transparent_parts_of_masks_are_black_and_those_of_other_control_images_white(folder):
+    for path in (folder / "c").glob("*.png"):
+        mask = Image.new("RGBA", Image.open(path).size, (255, 255, 255, 0))
+        mask.paste((255, 255, 255, 255), (0, 0, 16, 16))
+        mask.save(path)
+    masks = replace(ANY_NUMBER, are_masks=True)
+    prepared, keys = {}, {}
+    for limits in (ANY_NUMBER, masks):
+        found = prepare(folder, limits=limits, validation_split=0.25)
+        prepared[limits] = found
+        keys[limits] = {found.build_static_augmenter().get_control_key(0, is_flipped=False)}
+        assert found.validation is not None
+        for part in (found, found.validation):
+            assert all(each.is_mask == limits.are_masks for sample in part.manifest.samples for each in sample.controls)
+    assert not keys[ANY_NUMBER] & keys[masks], "cached latents of the one are not those of the other"
+    for batch in read_batches(prepared[masks]):
+        for pixels in batch.control_pixels:
+            white = pixels.float().mean(1) > 0
+            assert white[:, :8, :8].all() and not white[:, 24:].any() and not white[..., 24:].any()
+    for batch in read_batches(prepared[ANY_NUMBER]):
+        assert all((pixels == pixels.max()).all() for pixels in batch.control_pixels)
+
+
+def test_a_transparent_mask_of_a_preview_is_read_as_in_training(folder):
+    mask = Image.new("RGBA", (64, 64), (255, 255, 255, 0))
+    mask.paste((255, 255, 255, 255), (0, 0, 16, 16))
+    mask.save(folder / "mask.png")
+    prompt = Prompt("a", width=64, height=64, control_images=(folder / "mask.png",))
+    for name, painted in (("flux_fill", 256), ("sd1_inpainting", 256), ("flux_control", 64 * 64)):
+        pixels = np.asarray(load_preview_control(FAMILIES.get(name)(), prompt))
+        assert (pixels > 127).all(-1).sum() == painted, name
 
 
 def test_other_control_images_are_another_dataset(folder):

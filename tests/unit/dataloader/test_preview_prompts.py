@@ -13,6 +13,7 @@ from library.config.schema_output import PreviewConfig
 from library.dataloader.sample_prompts import Prompt, load_preview_prompts, load_prompts
 from library.errors import ConfigError
 from library.models.detect import detect_model
+from library.models.families import FAMILY_FACTS
 from library.models.validate_options import drop_unused_model_options, validate_prompts
 
 
@@ -288,7 +289,7 @@ def test_the_limits_of_the_rate_are_taken(tmp_path):
 def list_notices(prompts: Path | str, model: str) -> list[str]:
     flags = {"pretrained_model_name_or_path": model, "sample_prompts": str(prompts), "sample_every_n_steps": "1"}
     parsed = parse_config([word for name, value in flags.items() for word in (f"--{name}", value)])
-    return [line for line in drop_unused_model_options(parsed).list_notices() if "fps" in line]
+    return [line for line in drop_unused_model_options(parsed).list_notices() if "no effect" in line]
 
 
 def test_the_rate_of_a_prompt_that_makes_an_image_is_named_in_one_line(tmp_path):
@@ -325,3 +326,23 @@ def test_the_strength_of_the_lora_is_a_number_of_either_sign(tmp_path):
     assert line == ":2: --am: expected a number, got 'strong'"
     prompts = read(tmp_path, "p.txt", "a cat --am -1.5\na cat\n")
     assert [prompt.network_multiplier for prompt in prompts] == [-1.5, 1.0]
+
+
+@pytest.mark.parametrize("model", ["flux_control", "flux_fill", "flux2_dev"])
+def test_negative_prompts_of_a_model_whose_guidance_is_an_input_are_named_in_one_line(model, tmp_path):
+    lines = tmp_path / "p.txt"
+    lines.write_text("a --n blurry\nb\n")
+    (notice,) = list_notices(lines, f"random:{model}:tiny")
+    title = FAMILY_FACTS[model].title
+    assert notice == (
+        f"no effect on this run: {lines}:1: --n (guidance is an input of {title}, without negative prompts)"
+    )
+    assert list_notices(lines, "random:flux:tiny") == list_notices(lines, "random:flux2_klein:tiny") == []
+
+
+def test_two_guidances_of_a_model_that_has_one_are_refused_where_they_differ(tmp_path):
+    model = detect_model(ModelConfig("random:flux2_dev:tiny"))
+    prompts = read(tmp_path, "p.txt", "a --g 10 --l 30\nb --g 10 --l 10\nc --g 10\nd --l 10\n")
+    text = "--g: guidance is one input of FLUX.2 dev, which --g (10) and --l (30) both set"
+    assert format_lines(validate_prompts(prompts, model)) == [f"{tmp_path / 'p.txt'}:1: {text}; give one of them"]
+    assert not [*validate_prompts(prompts, detect_model(ModelConfig("random:flux:tiny")))]
