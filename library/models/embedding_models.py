@@ -62,7 +62,9 @@ class EmbeddingModel:
             inputs = self.processor(images=batch, return_tensors="pt")
             embed = self.model.get_image_features if self.reads_texts else self.model.forward
             known = inspect.signature(embed).parameters  # NaFlex needs masks and shapes beside the pixels
-            rows.append(_get_embedding(embed(**{n: value.to(self.device) for n, value in inputs.items() if n in known})))
+            rows.append(
+                _get_embedding(embed(**{n: value.to(self.device) for n, value in inputs.items() if n in known}))
+            )
         return _to_array(torch.cat(rows))
 
     @torch.no_grad()

@@ -87,9 +87,7 @@ def test_likeness_that_was_not_measured_is_not_said_to_have_not_come():
     statistics = {name: each for name, each in RIGHT.statistics.items() if name != LIKENESS}
     verdict = judge_steps([FileMetrics("right", 300, "right.safetensors", statistics)], RESAMPLER)
 
-    assert verdict.format_sentence() == (
-        "No step is good; the best is right step 300, but likeness was not measured."
-    )
+    assert verdict.format_sentence() == ("No step is good; the best is right step 300, but likeness was not measured.")
 
 
 def test_a_good_step_of_a_lower_balance_is_not_said_to_be_ahead():
