@@ -152,6 +152,18 @@ _OTHER_PROGRAMS = {
     "unconditional": "of entries with target; here it is called negative",
     "action": "of entries with target: a slider is trained in both directions",
 }
+_OTHER_KINDS = {
+    "negative": "it is called unconditional there",
+    "unconditional": "it is called negative there",
+    "neutrals": "set neutral; an entry has one",
+    "neutral_prompt_file": "set neutral; an entry has one",
+    "prompt_file": "set neutral; an entry has one",
+    "resolutions": "set resolution; an entry has one",
+    "action": "remove it: a slider is trained in both directions",
+    "target": "it is called target_class there",
+    "target_class": "it is called target there",
+}
+"""What to do about a default of the other kind of entries."""
 
 
 def parse_slider_prompts(path: Path) -> ParsedSliderPrompts:
@@ -197,6 +209,9 @@ class _PromptFileParser:
             yield from self.parse_entries((), document, _Values(), needs_target=True)
         elif not isinstance(document, dict):
             self.problems.append(report_file(self.path, "expected a list of entries, or a table"))
+        elif len(kinds := [name for name in ("prompts", "targets", "slider") if name in document]) > 1:
+            text = f"a file has one kind of entries, but this one has {' and '.join(kinds)}"
+            self.report((kinds[-1],), text, f"move {kinds[-1]} to a file of its own")
         elif "prompts" in document:
             defaults = self.parse_defaults((), document, "prompts")
             yield from self.parse_entries(("prompts",), document["prompts"], defaults, needs_target=True)
@@ -208,6 +223,8 @@ class _PromptFileParser:
                     self.report((name,), f"unknown key beside [slider]{suggest_name(name, ['slider'])}")
             if not isinstance(table, dict):
                 self.report(base, "expected a table")
+            elif base and "prompts" in table:
+                self.report((*base, "prompts"), "entries with target are not in [slider]", "write [[prompts]]")
             elif "targets" in table:
                 defaults = self.parse_defaults(base, table, "targets")
                 yield from self.parse_entries((*base, "targets"), table["targets"], defaults)
@@ -220,7 +237,16 @@ class _PromptFileParser:
     def parse_defaults(self, base: KeyPath, table: Mapping[str, Any], entries: str) -> _Values:
         """Parse the keys beside the list of entries, which hold for all of them."""
         own = {name: value for name, value in table.items() if name != entries}
-        return self.parse_table(base, own, {**PROMPT_KEYS, **SLIDER_KEYS})
+        parsed = self.parse_table(base, own, {**PROMPT_KEYS, **SLIDER_KEYS})
+        found = table[entries] if isinstance(table[entries], list) else []
+        kinds = {"target" in entry for entry in found if isinstance(entry, dict)}
+        for name in own:
+            option = PROMPT_KEYS.get(str(name)) or SLIDER_KEYS.get(str(name))
+            if len(kinds) == 1 and option is not None and option.name not in _get_keys(is_slider=kinds == {False}):
+                kind = "target" if kinds == {True} else "target_class"
+                hint = _OTHER_KINDS.get(option.name, "")
+                self.report((*base, name), f"has no effect on entries with {kind}", hint or "remove it")
+        return parsed
 
     def parse_entries(
         self, base: KeyPath, entries: Any, defaults: _Values, *, needs_target: bool = False
@@ -238,7 +264,7 @@ class _PromptFileParser:
     def parse_entry(self, key_path: KeyPath, entry: Mapping[str, Any], defaults: _Values) -> Iterator[SliderPrompt]:
         """Parse one entry, and expand it to its prompts."""
         is_slider, num_problems = "target" not in entry, len(self.problems)
-        keys = SLIDER_KEYS if is_slider else PROMPT_KEYS
+        keys = _get_keys(is_slider=is_slider)
         own = self.parse_table(key_path, entry, keys)
         known = {name: value for name, value in defaults.values.items() if name in keys}
         merged = _Values(known, defaults.places).merge(own)
@@ -334,6 +360,10 @@ class _PromptFileParser:
 
     def report_value(self, entry: _Values, name: str, text: str) -> None:
         self.problems.append(Problem(name, text, place=entry.places[name].with_key(name)))
+
+
+def _get_keys(*, is_slider: bool) -> Mapping[str, Option]:
+    return SLIDER_KEYS if is_slider else PROMPT_KEYS
 
 
 def list_slider_texts(prompts: Sequence[SliderPrompt]) -> list[str]:

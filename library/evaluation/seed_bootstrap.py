@@ -16,6 +16,8 @@ from .embedding_metrics import Array
 Indices = NDArray[np.int64]
 NUM_RESAMPLES = 2000
 CONFIDENCE = 0.95
+MIN_SHARE_OF_ROOM = 0.2
+"""The least part of the way from the base model to equality (cosine 1) that the unit of likeness is."""
 
 
 class Statistic(Protocol):
@@ -47,7 +49,12 @@ class MeanStatistic:
 
 @dataclass(frozen=True)
 class ShareStatistic:
-    """The way that a mean has gone from the mean of the base model, 0, to a ceiling, 1."""
+    """The way that a mean cosine has gone from that of the base model, 0, to a ceiling, 1.
+
+    The ceiling can be near that of the base model or below it: pictures of a varied dataset are less like each other
+    than a picture of their average is to all of them.  The unit is therefore never less than ``MIN_SHARE_OF_ROOM`` of
+    the way from the base model to equality: so a larger mean is always a larger share.
+    """
 
     values: Array  # (captions, seeds)
     base_values: Array  # of the same captions and seeds
@@ -59,7 +66,20 @@ class ShareStatistic:
 
     def compute(self, indices: Indices) -> Array:
         mean, base = (_select_seeds(each, indices).mean(axis=(1, 2)) for each in (self.values, self.base_values))
-        share: Array = (mean - base) / (self.ceiling - base)
+        return self._scale(mean, base)
+
+    @property
+    def reaches_ceiling(self) -> bool:
+        """Whether 1 is the ceiling, and not a part of the way to equality, which is further from the base model."""
+        base = float(self.base_values.mean())
+        return self.ceiling - base >= MIN_SHARE_OF_ROOM * (1 - base)
+
+    def _scale(self, mean: Array, base: Array) -> Array:
+        if not np.isfinite(self.ceiling):
+            return np.full_like(mean, np.nan)
+        unit = np.maximum(self.ceiling - base, MIN_SHARE_OF_ROOM * (1 - base))
+        has_room = unit > 1e-9
+        share: Array = np.where(has_room, (mean - base) / np.where(has_room, unit, 1), np.nan)
         return share
 
 

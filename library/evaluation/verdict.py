@@ -33,7 +33,18 @@ class JudgedStep:
 
     @property
     def name(self) -> str:
-        return f"{self.metrics.run} step {self.metrics.step}"
+        metrics = self.metrics
+        return f"{metrics.run} step {metrics.step}" if metrics.step else f"{metrics.run} ({metrics.file})"
+
+    def list_reasons(self) -> list[str]:
+        """Say why it is not good: "likeness has not come"."""
+        was_measured = LIKENESS in self.metrics.statistics
+        reasons = [
+            (f"likeness {'has not come' if was_measured else 'was not measured'}", not self.has_likeness),
+            ("it copies single training pictures", self.has_copying),
+            ("captions without the subject have drifted", self.has_drift),
+        ]
+        return [reason for reason, applies in reasons if applies]
 
     def describe(self) -> str:
         """Say what has come: "likeness, no copying, drift"."""
@@ -56,11 +67,18 @@ class Comparison:
         return self.difference.is_above_zero
 
     def __str__(self) -> str:
-        text = f"{self.winner.name} is ahead of {self.other.name} by {self.difference.value:.2f}"
-        if self.difference.low is None:
+        value, low, high = self.difference.value, self.difference.low, self.difference.high
+        if value < 0:  # it was preferred for being good
+            interval = "" if low is None or high is None else f" ({-high:.2f} to {-low:.2f})"
+            return (
+                f"{self.winner.name} is preferred to {self.other.name}, where {' and '.join(self.other.list_reasons())}"
+                f", although its balance is lower by {-value:.2f}{interval}"
+            )
+        text = f"{self.winner.name} is ahead of {self.other.name} by {value:.2f}"
+        if low is None:
             return f"{text}; one seed says nothing of chance"
-        interval = f"({self.difference.low:.2f} to {self.difference.high:.2f})"
-        return f"{text} {interval}, {'more than chance' if self.is_more_than_chance else 'which may be chance'}"
+        chance = "more than chance" if self.is_more_than_chance else "which may be chance"
+        return f"{text} ({low:.2f} to {high:.2f}), {chance}"
 
 
 @dataclass(frozen=True)
@@ -77,8 +95,7 @@ class EvaluationVerdict:
         """Say in one sentence which step is the best, and of several runs, by how much."""
         best, alternatives = self.best, len(self.best_by_run) > 1
         if not best.is_good:
-            missing = [name for name, has in _list_reasons(best) if has]
-            text = f"no step is good; the best is {best.name}, but {' and '.join(missing)}"
+            text = f"no step is good; the best is {best.name}, but {' and '.join(best.list_reasons())}"
         else:
             text = f"best is {best.name}: likeness has come, {_describe_absent(best)}"
         if alternatives:
@@ -100,7 +117,7 @@ def judge_steps(steps: Sequence[FileMetrics], resampler: Resampler) -> Evaluatio
     # One comparison for each other run: together they are wrong as seldom as one alone.
     confidence = 1 - (1 - CONFIDENCE) / max(1, len(others))
     comparisons = [Comparison(best, each, compare_steps(best, each, resampler, confidence)) for each in others]
-    comparisons.sort(key=lambda each: each.difference.value)
+    comparisons.sort(key=lambda each: abs(each.difference.value))
     return EvaluationVerdict(judged, best_by_run, best, tuple(comparisons))
 
 
@@ -151,11 +168,3 @@ def _describe_absent(step: JudgedStep) -> str:
     parts = [f"{' and '.join(known)} {'have' if len(known) > 1 else 'has'} not"] if known else []
     parts += [f"{' and '.join(unknown)} {'were' if len(unknown) > 1 else 'was'} not measured"] if unknown else []
     return ", ".join(parts)
-
-
-def _list_reasons(step: JudgedStep) -> list[tuple[str, bool]]:
-    return [
-        ("likeness has not come", not step.has_likeness),
-        ("it copies single training pictures", step.has_copying),
-        ("captions without the subject have drifted", step.has_drift),
-    ]

@@ -1,5 +1,6 @@
 """Embeddings of pictures, and of texts, by models of transformers: DINOv2, DINOv3, CLIP, SigLIP 2 and others."""
 
+import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,9 @@ def find_embedding_problem(option: str, name: str, *, needs_texts: bool) -> Prob
         config = auto.AutoConfig.from_pretrained(name)
     except (OSError, ValueError, ImportError) as error:
         return Problem(option, f"cannot be read: {take_first_line(error)}", value=name)
+    if not _reads_texts(config) and not _reads_pictures_alone(config):
+        text = f"{config.model_type} has no embeddings of pictures"
+        return Problem(option, text, "give a DINOv2, DINOv3, CLIP or SigLIP model", value=name)
     if needs_texts and not _reads_texts(config):
         text = f"{config.model_type} has no embeddings of texts"
         return Problem(option, text, "give a CLIP or SigLIP model", value=name)
@@ -56,11 +60,11 @@ class EmbeddingModel:
         for start in range(0, len(images), BATCH_SIZE):
             batch = [image.convert("RGB") for image in images[start : start + BATCH_SIZE]]
             inputs = self.processor(images=batch, return_tensors="pt")
-            pixels = inputs["pixel_values"].to(self.device)
-            if self.reads_texts:
-                rows.append(_get_embedding(self.model.get_image_features(pixel_values=pixels)))
-            else:
-                rows.append(_get_embedding(self.model(pixel_values=pixels)))
+            embed = self.model.get_image_features if self.reads_texts else self.model.forward
+            known = inspect.signature(embed).parameters  # NaFlex needs masks and shapes beside the pixels
+            rows.append(
+                _get_embedding(embed(**{n: value.to(self.device) for n, value in inputs.items() if n in known}))
+            )
         return _to_array(torch.cat(rows))
 
     @torch.no_grad()
@@ -78,7 +82,22 @@ class EmbeddingModel:
 
 
 def _reads_texts(config: Any) -> bool:
-    return hasattr(config, "text_config") and hasattr(config, "vision_config")
+    """Whether the model embeds pictures and texts; models that answer in texts have both configurations as well."""
+    found = _find_class(config)
+    return hasattr(found, "get_image_features") and hasattr(found, "get_text_features")
+
+
+def _reads_pictures_alone(config: Any) -> bool:
+    return getattr(_find_class(config), "main_input_name", "") == "pixel_values"
+
+
+def _find_class(config: Any) -> Any:
+    """Return the class that AutoModel makes of a configuration; None if there is none."""
+    import transformers
+
+    mapping: Any = transformers.MODEL_MAPPING
+    found = mapping[type(config)] if type(config) in mapping else None
+    return found[0] if isinstance(found, (tuple, list)) else found
 
 
 def _get_embedding(output: Any) -> Tensor:

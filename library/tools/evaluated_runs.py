@@ -15,6 +15,7 @@ from ..report.metric_series import is_plain_number, read_metrics
 from ..report.page import RunSummary
 
 SUMMARY_END, METRICS_END, FILE_END = ".run.json", ".metrics.jsonl", ".safetensors"
+EMA_END = "-ema"
 _STEP_PATTERN = re.compile(r"(?P<name>.+?)(-(?P<epoch>\d{6})|-step(?P<step>\d{8}))?(?P<ema>-ema)?")
 SHARED_GROUPS = ("model", "data")
 """The groups of options that have to be the same for all runs: the base model, and the pictures to compare with."""
@@ -27,22 +28,34 @@ class EvaluatedFile:
     path: Path
     step: int
     """The training step, 0 if neither the file nor its name tells."""
+    epoch: int | None = None
+    """The epoch in its name."""
+
+    @property
+    def order(self) -> tuple[bool, int, int]:
+        """What files of a run are sorted by: step, or epoch; a file of neither is the last one that a run saves."""
+        return self.step == 0 and self.epoch is None, self.step, self.epoch or 0
 
 
 @dataclass(frozen=True)
 class EvaluatedRun:
-    """A run with the files that are evaluated; files of other programs are a run without a summary."""
+    """A run with the files that are evaluated; files of other programs are a run without a summary.
+
+    The files of the EMA are a run of their own, ``NAME-ema``, with the summary of NAME.
+    """
 
     folder: Path
     name: str
     files: tuple[EvaluatedFile, ...]
     summary: RunSummary | None
+    recorded_name: str
+    """The name of its summary and metrics."""
 
     def find_validation_loss(self, step: int) -> float | None:
         """Return the last validation loss that the run recorded until a step."""
         if self.summary is None:
             return None
-        lines = read_metrics(self.folder / f"{self.name}{METRICS_END}")
+        lines = read_metrics(self.folder / f"{self.recorded_name}{METRICS_END}")
         found = [line["validation/loss"] for line in lines if "validation/loss" in line and line["step"] <= step]
         return float(found[-1]) if found and is_plain_number(found[-1]) else None
 
@@ -50,21 +63,31 @@ class EvaluatedRun:
 def find_runs(words: Sequence[str], problems: list[Problem]) -> list[EvaluatedRun]:
     """Find the runs and files that words name, in their order; append the problems of words that name none."""
     runs = dict[tuple[Path, str], list[Path] | None]()  # None: all files of the run
+    folders = dict[Path, Path]()
     for word in words:
-        for folder, name, file in _resolve_word(word, problems):
+        for given, name, file in _resolve_word(word, problems):
+            folder = folders.setdefault(given.resolve(), given)  # one run, however its folder is written
             known = runs.get((folder, name), [])
             runs[folder, name] = None if file is None or known is None else [*known, file]
     found = []
     for (folder, name), paths in runs.items():
-        summary = RunSummary.read(folder / f"{name}{SUMMARY_END}")
+        recorded_name = _find_recorded_name(folder, name)
+        summary = RunSummary.read(folder / f"{recorded_name}{SUMMARY_END}")
         chosen = _list_files(folder, name, summary) if paths is None else paths
         if not chosen:
             text = "the run has no LoRA file"
             problems.append(report_file(folder / name, text, "it may not have saved yet, or have trained a model"))
             continue
-        files = sorted((_describe_file(path) for path in dict.fromkeys(chosen)), key=lambda file: file.step)
-        found.append(EvaluatedRun(folder, name, tuple(files), summary))
+        files = sorted((_describe_file(path) for path in dict.fromkeys(chosen)), key=lambda file: file.order)
+        found.append(EvaluatedRun(folder, name, tuple(files), summary, recorded_name))
     return found
+
+
+def _find_recorded_name(folder: Path, name: str) -> str:
+    """Return the name of the run that wrote the summary: for files of the EMA the one without ``-ema``."""
+    trained = name.removesuffix(EMA_END)
+    is_ema = trained and not (folder / f"{name}{SUMMARY_END}").is_file()
+    return trained if is_ema and (folder / f"{trained}{SUMMARY_END}").is_file() else name
 
 
 def _resolve_word(word: str, problems: list[Problem]) -> Iterator[tuple[Path, str, Path | None]]:
@@ -104,10 +127,11 @@ def _list_files(folder: Path, name: str, summary: RunSummary | None) -> list[Pat
 
 
 def _describe_file(path: Path) -> EvaluatedFile:
-    """Read the step from the metadata, or from the name."""
+    """Read the step from the metadata, or from the name, and the epoch from the name."""
     match = _STEP_PATTERN.fullmatch(path.name.removesuffix(FILE_END))
     step = (match and match["step"]) or _read_metadata(path).get("ss_steps", "")
-    return EvaluatedFile(path, int(step) if str(step).isdecimal() else 0)
+    epoch = int(match["epoch"]) if match and match["epoch"] else None
+    return EvaluatedFile(path, int(step) if str(step).isdecimal() else 0, epoch)
 
 
 def _read_metadata(path: Path) -> Mapping[str, str]:
@@ -123,12 +147,20 @@ def _read_metadata(path: Path) -> Mapping[str, str]:
 
 
 def label_runs(runs: Sequence[EvaluatedRun]) -> dict[int, str]:
-    """Name runs by their output names, with their folders where two have the same; by position."""
-    names = [run.name for run in runs]
-    return {
-        index: run.name if names.count(run.name) == 1 else f"{run.folder.name}/{run.name}"
-        for index, run in enumerate(runs)
-    }
+    """Name runs by their output names, with as many of their folders as tell them apart; by position.
+
+    They also name folders of pictures: so they differ in more than case, and where "/" is replaced by "_".
+    """
+    paths = [(*run.folder.resolve().parts[1:], run.name) for run in runs]
+    lengths = [1] * len(runs)
+    while True:
+        labels = ["/".join(path[-length:]) for path, length in zip(paths, lengths, strict=True)]
+        keys = [label.replace("/", "_").casefold() for label in labels]
+        same = [index for index, key in enumerate(keys) if keys.count(key) > 1 and lengths[index] < len(paths[index])]
+        if not same:
+            return dict(enumerate(labels))
+        for index in same:
+            lengths[index] += 1
 
 
 def read_run_settings(run: EvaluatedRun) -> tuple[dict[str, Any], list[Problem]]:
@@ -140,7 +172,7 @@ def read_run_settings(run: EvaluatedRun) -> tuple[dict[str, Any], list[Problem]]
             if name in options:
                 values[name] = options[name].parse_lenient_toml_value(value)
         except ValueError as error:
-            place = run.folder / f"{run.name}{SUMMARY_END}"
+            place = run.folder / f"{run.recorded_name}{SUMMARY_END}"
             problems.append(report_file(place, f"{name}: {error}", "it was written by another version"))
     return values, problems
 

@@ -12,6 +12,7 @@ from ..atomic_files import find_write_error
 from ..config.options import build_config, flatten_config
 from ..config.parser import ParsedConfig
 from ..config.schema import RunConfig
+from ..config.validate_objective import validate_objective_for_model
 from ..dataloader.prepare import PreparedData, prepare_data
 from ..dataloader.sample_prompts import Prompt, load_prompts
 from ..dataset.validate import validate_dataset_config
@@ -48,6 +49,9 @@ if TYPE_CHECKING:
     from .evaluate import EvaluateOptions
 
 logger = logging.getLogger(__name__)
+SCHEDULER_OPTIONS = ("v_parameterization", "zero_terminal_snr")
+"""The options of noise that change what the model's prediction means, and with it the pictures."""
+
 DEMO_STEPS, DEMO_SCALE = 12, 3.0
 """Sampling of the demo model, which needs fewer steps and less guidance than others."""
 
@@ -145,7 +149,7 @@ def _merge_settings(runs: Sequence[EvaluatedRun], training: ParsedConfig, proble
     replaced = {"model"} if "pretrained_model_name_or_path" in explicit else set()
     replaced |= {"data"} if training.config.data.dataset_option is not None else set()
     shared = list_group_options(*(group for group in SHARED_GROUPS if group not in replaced))
-    shared |= {"base_weights", "base_weights_multiplier", "cache_dir", "mixed_precision"}
+    shared |= {"base_weights", "base_weights_multiplier", "cache_dir", "mixed_precision", *SCHEDULER_OPTIONS}
     found, labels = list[tuple[str, dict[str, Any]]](), label_runs(runs)
     for index, run in enumerate(runs):
         values, run_problems = read_run_settings(run)
@@ -201,6 +205,10 @@ def _validate_prompt_sets(prompts: Mapping[str, tuple[Prompt, ...]]) -> Iterator
             if prompt.seed is not None:
                 text = "the pictures of a caption have several seeds"
                 yield replace(prompt.report("seed", text, "remove it, and set --evaluation_seed"), option="")
+            if prompt.network_multiplier != 1.0:
+                text = "all pictures have the same strength of the LoRA"
+                fix = "remove it, and set --lora_strength"
+                yield replace(prompt.report("network_multiplier", text, fix), option="")
     if len(prompts[UNRELATED]) == 1:
         yield Problem("unrelated_prompts", "one caption; drift is measured on the scale of several", "add another")
 
@@ -225,6 +233,8 @@ def _check_model(
         problems.append(Problem("pretrained_model_name_or_path", f"{family.facts.title} {reason}"))
         return None
     problems += validate_prompts(prompts, detected)
+    objective = validate_objective_for_model(config.noise, config.loss, family.facts.title, detected.prediction_type)
+    problems += (each for each in objective if each.option in SCHEDULER_OPTIONS)
     reader = MergeableFileReader(family, detected)
     for file in (file for run in runs for file in run.files):
         problems += reader.read(file.path)[1]

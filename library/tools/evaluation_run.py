@@ -14,14 +14,15 @@ from ..adapters.kohya_diffusers_comfyui_keys import AdapterFileContents
 from ..errors import FileError
 from ..evaluation.caption_sets import CaptionSet
 from ..evaluation.embedding_metrics import Array, normalize_embeddings
-from ..evaluation.file_metrics import EmbeddedPictures, FileMetrics, Reference, build_statistics
+from ..evaluation.file_metrics import LIKENESS, EmbeddedPictures, FileMetrics, Reference, build_statistics
 from ..evaluation.picture_features import FeatureEmbedder
 from ..evaluation.pictures import EncodedCaption, PictureGenerator, PictureRows, load_reference_pictures
 from ..evaluation.result_chart import CELL, ExamplePictures
-from ..evaluation.seed_bootstrap import Resampler
+from ..evaluation.seed_bootstrap import MIN_SHARE_OF_ROOM, Resampler, ShareStatistic
 from ..evaluation.verdict import EvaluationVerdict, judge_steps
 from ..log import ProgressBar
 from ..models.embedding_models import EmbeddingModel
+from ..models.scheduler_overrides import override_scheduler
 from ..problems import Problem
 from ..training.network_weights import merge_base_weights
 from ..training.temporary_merge import merge_temporarily
@@ -135,9 +136,20 @@ def evaluate_plan(plan: EvaluationPlan) -> EvaluationResult:
             metrics = build_statistics(pictures, reference)
             steps.append(FileMetrics(label, file.step, file.path.name, metrics, loss))
             examples.append(images)
+    if any(not _reaches_ceiling(each) for each in steps):
+        logger.warning(
+            "real pictures are hardly more like each other than those of the base model are like them: likeness 1 is "
+            "%d %% of the way from the base model to equality instead",
+            round(100 * MIN_SHARE_OF_ROOM),
+        )
     resampler = Resampler(plan.options.evaluation_seed)
     shown = ExamplePictures(plan.caption_sets, training, base_images, examples)
     return EvaluationResult(judge_steps(steps, resampler), resampler, shown, total)
+
+
+def _reaches_ceiling(step: FileMetrics) -> bool:
+    found = step.statistics.get(LIKENESS)
+    return found is None or not isinstance(found.statistic, ShareStatistic) or found.statistic.reaches_ceiling
 
 
 def _list_labels(plan: EvaluationPlan) -> list[str]:
@@ -163,6 +175,7 @@ def _load_embedders(plan: EvaluationPlan) -> tuple[Embedder, EmbeddingModel | No
 def _load_pipeline(plan: EvaluationPlan) -> Any:
     """Load the model; only the denoiser and the VAE stay on the device."""
     facts, pipe = plan.family.facts, plan.family.load(plan.detected, plan.dtype)
+    pipe.scheduler = override_scheduler(pipe.scheduler, plan.config.noise)  # as build_objective, for previews
     merge_base_weights(pipe, plan.base_weights)
     for name in facts.components:
         module = getattr(pipe, name)

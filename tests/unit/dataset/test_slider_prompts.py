@@ -210,3 +210,34 @@ def test_the_hash_of_a_prompt_changes_with_all_that_it_says_and_not_with_its_pla
     assert FOX.content_hash == replace(FOX, places={"target": VAN_GOGH}).content_hash
     for change in ({"multiplier": -1.0}, {"neutral": "x"}, {"guidance_scale": 1.0}, {"frames": 5}):
         assert replace(FOX, **change).content_hash != FOX.content_hash
+
+
+def test_defaults_of_the_other_kind_of_entries_are_problems_with_their_lines(tmp_path):
+    plain = parse(tmp_path, "neutrals = ['a']\nnegative = 'b'\nweight = 2\n[[prompts]]\ntarget = 'c'\n")
+    slider = parse(tmp_path, "action = 'erase'\nunconditional = 'b'\n[[targets]]\ntarget_class = 'c'\npositive = 'd'\n")
+    path = tmp_path / "prompts.toml"
+    both = "neutral = 'n'\nneutrals = ['a']\n[[prompts]]\ntarget = 'c'\n[[prompts]]\ntarget_class = 'c'\npositive='d'\n"
+
+    assert [str(each) for each in plain.problems] == [
+        f"{path}:1: neutrals: has no effect on entries with target; set neutral; an entry has one",
+        f"{path}:2: negative: has no effect on entries with target; it is called unconditional there",
+    ]
+    assert [str(each) for each in slider.problems] == [
+        f"{path}:1: action: has no effect on entries with target_class; remove it: a slider is trained in both directions",
+        f"{path}:2: unconditional: has no effect on entries with target_class; it is called negative there",
+    ]
+    assert not parse(tmp_path, both).problems
+
+
+def test_a_file_has_one_kind_of_entries(tmp_path):
+    both = parse(tmp_path, "[[prompts]]\ntarget = 'c'\n[[targets]]\ntarget_class = 'c'\npositive = 'd'\n")
+    inner = parse(tmp_path, "[[slider.prompts]]\ntarget = 'c'\n")
+    path = tmp_path / "prompts.toml"
+
+    assert [str(each) for each in both.problems] == [
+        f"{path}:3: targets: a file has one kind of entries, but this one has prompts and targets; move targets to a file"
+        " of its own"
+    ]
+    assert [str(each) for each in inner.problems] == [
+        f"{path}:1: prompts: entries with target are not in [slider]; write [[prompts]]"
+    ]

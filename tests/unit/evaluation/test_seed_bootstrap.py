@@ -66,3 +66,27 @@ def test_pairs_are_of_different_seeds_also_where_one_is_drawn_twice():
 def test_one_seed_has_no_interval():
     assert RESAMPLER.estimate(MeanStatistic(np.ones((3, 1))), "a") == Estimate(1.0)
     assert not RESAMPLER.estimate(MeanStatistic(np.ones((3, 1))), "a").is_above_zero
+
+
+@pytest.mark.parametrize("ceiling", [0.9, 0.6, 0.54 + 1e-9, 0.54, 0.48, -0.2])
+def test_more_alike_is_always_a_larger_share_also_where_real_pictures_are_less_alike_than_those_of_the_base(ceiling):
+    generator = np.random.default_rng(0)
+    base = 0.54 + 0.02 * generator.normal(size=(3, 4))
+    means = [0.2, 0.5, 0.54, 0.6, 0.66, 0.9]
+
+    found = [
+        RESAMPLER.estimate(ShareStatistic(mean + 0.02 * generator.normal(size=(3, 4)), base, ceiling), "a")
+        for mean in means
+    ]
+
+    values = [each.value for each in found]
+    assert values == sorted(values) and values[0] < 0 < values[-1]
+    assert all(each.low <= each.value <= each.high and each.high - each.low < 1 for each in found)
+    assert ShareStatistic(base, base, ceiling).reaches_ceiling == (ceiling == 0.9)
+
+
+def test_a_share_is_unknown_without_a_ceiling_or_where_the_base_model_makes_the_real_pictures():
+    ones = np.ones((2, 3))
+
+    for statistic in (ShareStatistic(ones / 2, ones / 2, float("nan")), ShareStatistic(ones, ones, 1.0)):
+        assert np.isnan(RESAMPLER.estimate(statistic, "a").value)

@@ -81,3 +81,25 @@ def test_what_was_not_measured_is_not_said_to_have_not_come():
         "Best is right step 300: likeness has come, copying has not, drift was not measured."
     )
     assert verdict.best.describe() == "likeness, no copying"
+
+
+def test_likeness_that_was_not_measured_is_not_said_to_have_not_come():
+    statistics = {name: each for name, each in RIGHT.statistics.items() if name != LIKENESS}
+    verdict = judge_steps([FileMetrics("right", 300, "right.safetensors", statistics)], RESAMPLER)
+
+    assert verdict.format_sentence() == ("No step is good; the best is right step 300, but likeness was not measured.")
+
+
+def test_a_good_step_of_a_lower_balance_is_not_said_to_be_ahead():
+    good, drifted = plant_step("good", 1, 0.9, 0.55, 0.2, 1), plant_step("drifted", 2, 1.0, 0.0, 0.3, 2)
+
+    verdict = judge_steps([drifted, good], RESAMPLER)
+
+    (comparison,) = verdict.comparisons
+    assert verdict.best.metrics is good and comparison.difference.high < 0
+    assert not comparison.is_more_than_chance
+    difference = comparison.difference
+    assert str(comparison) == (
+        "good step 1 is preferred to drifted step 2, where captions without the subject have drifted, although its "
+        f"balance is lower by {-difference.value:.2f} ({-difference.high:.2f} to {-difference.low:.2f})"
+    )

@@ -24,6 +24,9 @@ def folders(tmp_path_factory):
         Dinov2Config,
         Dinov2Model,
         PreTrainedTokenizerFast,
+        Siglip2Config,
+        Siglip2ImageProcessor,
+        Siglip2Model,
         SiglipConfig,
         SiglipImageProcessor,
         SiglipModel,
@@ -41,11 +44,14 @@ def folders(tmp_path_factory):
     torch.manual_seed(0)
     clip = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8))
     siglip = SiglipModel(SiglipConfig(text_config=text, vision_config=vision))
+    patches = {**SIZES, "num_patches": 16, "patch_size": 8}
+    naflex = Siglip2Model(Siglip2Config(text_config=text, vision_config=patches))
     dino = Dinov2Model(Dinov2Config(**SIZES, image_size=32, patch_size=16))
     square = {"height": 32, "width": 32}
     for name, model, processor in (
         ("clip", clip, CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=square)),
         ("siglip", siglip, SiglipImageProcessor(size=square)),
+        ("naflex", naflex, Siglip2ImageProcessor(patch_size=8, max_num_patches=16)),
         ("dino", dino, CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=square)),
     ):
         model.eval().save_pretrained(root / name)
@@ -58,7 +64,7 @@ def folders(tmp_path_factory):
 IMAGES = [Image.new("RGB", (40, 32), color) for color in ("red", "blue")] + [Image.new("L", (32, 50), 90)]
 
 
-@pytest.mark.parametrize("name", ["clip", "siglip", "dino"])
+@pytest.mark.parametrize("name", ["clip", "siglip", "naflex", "dino"])
 def test_pictures_have_the_embeddings_of_the_model_and_batches_do_not_matter(folders, name, monkeypatch):
     model = EmbeddingModel("image_model", str(folders / name), HOST)
 
@@ -67,6 +73,8 @@ def test_pictures_have_the_embeddings_of_the_model_and_batches_do_not_matter(fol
 
     inputs = model.processor(images=[image.convert("RGB") for image in IMAGES], return_tensors="pt")
     with torch.no_grad():
+        if name == "naflex":
+            inputs["attention_mask"] = inputs.pop("pixel_attention_mask")
         output = model.model.vision_model(**inputs) if name != "dino" else model.model(**inputs)
         expected = output.pooler_output
         if name == "clip":
@@ -96,6 +104,17 @@ def test_cosines_of_pictures_and_texts_are_the_logits_of_the_model(folders, name
     bias = model.model.logit_bias.item() if name == "siglip" else 0.0
     assert scale * cosines + bias == pytest.approx(logits.numpy(), abs=1e-4)
     assert model.embed_texts(["a " * 99]).shape == embedded[:1].shape  # is truncated
+
+
+@pytest.mark.parametrize("kind", ["llava", "bert"])
+def test_models_that_answer_in_texts_or_read_no_pictures_are_refused(kind, tmp_path):
+    from transformers import BertConfig, LlavaConfig
+
+    {"llava": LlavaConfig, "bert": BertConfig}[kind]().save_pretrained(tmp_path)
+
+    for option in ("image_model", "text_model"):
+        found = find_embedding_problem(option, str(tmp_path), needs_texts=option == "text_model")
+        assert str(found).startswith(f"--{option} {tmp_path}: {kind} has no embeddings of ")
 
 
 def test_a_model_that_is_missing_or_reads_no_texts_is_one_problem(folders, tmp_path):

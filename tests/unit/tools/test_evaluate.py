@@ -10,9 +10,14 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from library.cli import run_tool
+from library.config import parse_config
 from library.demo import BUILT_IN_MODEL_DIR
 from library.report.page import RunSummary
+from library.tools.evaluate import _Arguments
 from library.tools.evaluated_runs import find_runs, label_runs, read_run_settings
+from library.tools.evaluation_plan import plan_evaluation
+from library.tools.evaluation_run import _load_pipeline
+from library.training.preflight import load_settings
 
 DATASET = str(ROOT / "dataset_configs" / "demo_evaluate.toml")
 LAYER = "lora_unet_down_blocks_1_attentions_0_transformer_blocks_0_attn1_to_q"
@@ -72,9 +77,9 @@ def test_all_problems_are_reported_at_once_before_a_model_is_loaded(tmp_path, ca
     assert "Traceback" not in error
 
 
-def test_seeds_of_prompts_are_refused_since_each_caption_has_several(tmp_path, capsys):
+def test_seeds_and_strengths_of_prompts_are_refused_since_an_evaluation_has_its_own(tmp_path, capsys):
     write_lora(tmp_path / "good.safetensors", 1.0)
-    (tmp_path / "prompts.txt").write_text("a cat --d 3\na lorikeet\n")
+    (tmp_path / "prompts.txt").write_text("a cat --d 3\na lorikeet --am 0.5\n")
 
     code, _, error = evaluate(
         capsys,
@@ -87,6 +92,9 @@ def test_seeds_of_prompts_are_refused_since_each_caption_has_several(tmp_path, c
 
     assert code == 2
     assert "prompts.txt:1: --d: the pictures of a caption have several seeds" in error
+    assert (
+        "prompts.txt:2: --am: all pictures have the same strength of the LoRA; remove it, and set --lora_strength"
+    ) in error
 
 
 def test_a_caption_with_the_subject_is_no_unrelated_one(tmp_path, capsys):
@@ -165,6 +173,79 @@ def test_a_file_belongs_to_the_run_beside_it_and_runs_of_one_name_have_their_fol
     assert [run.summary.name for run in runs] == ["bird", "bird"]
     assert list(label_runs(runs).values()) == ["a/bird", "b/bird"]
     assert [file.step for run in runs for file in run.files] == [100, 100]
+
+
+def test_labels_of_runs_have_as_many_folders_as_tell_them_apart(tmp_path):
+    folders = ["exp1/output", "exp2/output", "other", "exp1"]
+    names = ["mine", "mine", "Mine", "output_mine"]
+    for folder, name in zip(folders, names, strict=True):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        write_summary(tmp_path / folder, name)
+        write_lora(tmp_path / folder / f"{name}.safetensors", 1.0)
+    words = [str(tmp_path / folder / name) for folder, name in zip(folders, names, strict=True)]
+    again = str(tmp_path / "exp2" / ".." / "exp1" / "output" / "mine")
+
+    labels = list(label_runs(find_runs([*words, again], [])).values())
+
+    assert labels == ["exp1/output/mine", "exp2/output/mine", "other/Mine", "output_mine"]
+
+
+def test_files_of_the_ema_have_the_summary_of_their_run_and_are_a_run_of_their_own(tmp_path):
+    write_summary(tmp_path, "bird")
+    for name, step in (("bird-ema", 300), ("bird-step00000100-ema", 100), ("bird", 300)):
+        write_lora(tmp_path / f"{name}.safetensors", 1.0, step)
+    (tmp_path / "bird.metrics.jsonl").write_text(json.dumps({"step": 10, "validation/loss": 0.5}))
+    problems = []
+
+    words = [str(tmp_path / f"{name}.safetensors") for name in ("bird-ema", "bird", "bird-step00000100-ema")]
+    averaged, trained = find_runs(words, problems)
+
+    assert problems == []
+    assert [file.path.stem for file in averaged.files] == ["bird-step00000100-ema", "bird-ema"]
+    assert (averaged.name, trained.name) == ("bird-ema", "bird")
+    assert read_run_settings(averaged) == read_run_settings(trained) == ({"dataset_config": DATASET}, [])
+    assert averaged.find_validation_loss(300) == 0.5
+
+
+def test_files_without_steps_are_in_the_order_of_their_epochs(tmp_path):
+    stems = ["bird", "bird-000010", "bird-000002"]
+    for stem in stems:
+        write_lora(tmp_path / f"{stem}.safetensors", 1.0)
+        save_file(load_file(tmp_path / f"{stem}.safetensors"), tmp_path / f"{stem}.safetensors")
+
+    (run,) = find_runs([str(tmp_path / f"{stem}.safetensors") for stem in stems], [])
+
+    assert [file.path.stem for file in run.files] == ["bird-000002", "bird-000010", "bird"]
+
+
+def plan_runs(folder, *flags: str):
+    """Plan an evaluation of a run of the demo model, as the tool does."""
+    own, training = parse_config([], _Arguments), load_settings(list(flags))
+    return plan_evaluation([str(folder)], own.config.evaluate, own, training)
+
+
+def test_pictures_are_made_with_the_scheduler_that_the_run_trained(tmp_path):
+    write_summary(tmp_path, "one", v_parameterization=True, zero_terminal_snr=True)
+    write_lora(tmp_path / "one.safetensors", 1.0)
+
+    config = _load_pipeline(plan_runs(tmp_path)).scheduler.config
+    given = _load_pipeline(plan_runs(tmp_path, "--no-zero_terminal_snr")).scheduler.config
+
+    assert (config.prediction_type, config.rescale_betas_zero_snr) == ("v_prediction", True)
+    assert (given.prediction_type, given.rescale_betas_zero_snr) == ("v_prediction", False)
+
+
+def test_scheduler_options_that_differ_or_do_not_fit_are_problems(tmp_path, capsys):
+    for name, value in (("one", True), ("two", False)):
+        write_summary(tmp_path, name, v_parameterization=value)
+        write_lora(tmp_path / f"{name}.safetensors", 1.0)
+
+    code, _, error = evaluate(capsys, tmp_path)
+    other, _, unfit = evaluate(capsys, tmp_path, "--no-v_parameterization", "--zero_terminal_snr")
+
+    assert (code, other) == (2, 2)
+    assert "v_parameterization: differs between the runs (one: True, two: False)" in error
+    assert "zero_terminal_snr: needs a model that predicts v" in unfit
 
 
 def test_the_loss_beside_a_step_is_the_last_one_that_was_recorded(tmp_path):
