@@ -123,10 +123,10 @@ def _validate_expert_range(noise: NoiseConfig, model: ModelConfig, detected: Det
     empty = next((expert for expert in experts.list_trained() if shares[expert] < MIN_SHARE_IN_RANGE), None)
     if empty is None:
         return
-    at = f"{boundary * NUM_TRAIN_TIMESTEPS:g}"
-    other, part, limit = HIGH_NOISE, f"below {at}", f"a min_timestep below {at}"
+    at, other = f"{boundary * NUM_TRAIN_TIMESTEPS:g}", next(expert for expert in shares if expert != empty)
+    part, limit = f"below {at}", f"a min_timestep below {at}"
     if empty == HIGH_NOISE:
-        other, part, limit = LOW_NOISE, f"from {at} on", f"a max_timestep above {at}"
+        part, limit = f"from {at} on", f"a max_timestep above {at}"
     ends = [name for name in ("min_timestep", "max_timestep") if getattr(noise, name) is not None]
     low, high = (round(NUM_TRAIN_TIMESTEPS * end) for end in distribution.range)
     source = f"the range {low} to {high}" if ends else f"timestep_sampling {distribution.sampling}"
