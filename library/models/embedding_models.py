@@ -60,11 +60,11 @@ class EmbeddingModel:
         for start in range(0, len(images), BATCH_SIZE):
             batch = [image.convert("RGB") for image in images[start : start + BATCH_SIZE]]
             inputs = self.processor(images=batch, return_tensors="pt")
-            embed = self.model.get_image_features if self.reads_texts else self.model.forward
-            known = inspect.signature(embed).parameters  # NaFlex needs masks and shapes beside the pixels
-            rows.append(
-                _get_embedding(embed(**{n: value.to(self.device) for n, value in inputs.items() if n in known}))
-            )
+            embed = self.model.get_image_features if self.reads_texts else self.model
+            known = inspect.signature(embed if self.reads_texts else self.model.forward).parameters
+            # NaFlex needs masks and shapes beside the pixels.
+            given = {name: value.to(self.device) for name, value in inputs.items() if name in known}
+            rows.append(_get_embedding(embed(**given)))
         return _to_array(torch.cat(rows))
 
     @torch.no_grad()

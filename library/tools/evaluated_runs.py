@@ -149,13 +149,13 @@ def _read_metadata(path: Path) -> Mapping[str, str]:
 def label_runs(runs: Sequence[EvaluatedRun]) -> dict[int, str]:
     """Name runs by their output names, with as many of their folders as tell them apart; by position.
 
-    They also name folders of pictures: so they differ in more than case, and where "/" is replaced by "_".
+    They also name folders of pictures: so they differ in more than case.
     """
     paths = [(*run.folder.resolve().parts[1:], run.name) for run in runs]
     lengths = [1] * len(runs)
     while True:
         labels = ["/".join(path[-length:]) for path, length in zip(paths, lengths, strict=True)]
-        keys = [label.replace("/", "_").casefold() for label in labels]
+        keys = [label.casefold() for label in labels]
         same = [index for index, key in enumerate(keys) if keys.count(key) > 1 and lengths[index] < len(paths[index])]
         if not same:
             return dict(enumerate(labels))

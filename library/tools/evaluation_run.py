@@ -92,7 +92,7 @@ class _Evaluator:
         return cosines
 
     def _get_folder(self, name: str) -> Path:
-        return self.plan.output_dir / "pictures" / name.replace("/", "_")
+        return self.plan.output_dir / "pictures" / name  # of a label with folders, a folder in these
 
     def _clear(self, name: str) -> None:
         """Remove the pictures of an earlier evaluation, which may have had more captions or seeds."""

@@ -225,14 +225,14 @@ def plan_runs(folder, *flags: str):
 
 
 def test_pictures_are_made_with_the_scheduler_that_the_run_trained(tmp_path):
-    write_summary(tmp_path, "one", v_parameterization=True, zero_terminal_snr=True)
+    write_summary(tmp_path, "one", v_parameterization=False)  # the demo model predicts v
     write_lora(tmp_path / "one.safetensors", 1.0)
 
     config = _load_pipeline(plan_runs(tmp_path)).scheduler.config
-    given = _load_pipeline(plan_runs(tmp_path, "--no-zero_terminal_snr")).scheduler.config
+    given = _load_pipeline(plan_runs(tmp_path, "--v_parameterization", "--zero_terminal_snr")).scheduler.config
 
-    assert (config.prediction_type, config.rescale_betas_zero_snr) == ("v_prediction", True)
-    assert (given.prediction_type, given.rescale_betas_zero_snr) == ("v_prediction", False)
+    assert (config.prediction_type, config.rescale_betas_zero_snr) == ("epsilon", False)
+    assert (given.prediction_type, given.rescale_betas_zero_snr) == ("v_prediction", True)
 
 
 def test_scheduler_options_that_differ_or_do_not_fit_are_problems(tmp_path, capsys):
