@@ -145,12 +145,16 @@ def test_the_keys_are_those_that_sd_scripts_writes(architecture):
     assert written - expected <= OURS_TOO
 
 
+SDXL_KINDS = ("sdxl", "sdxl_inpainting", "sdxl_pix2pix", "sdxl_refiner")
+FLUX_KINDS = ("flux", "flux_kontext", "flux_fill", "flux_control")
+HUNYUAN15_KINDS = ("hunyuan_video15", "hunyuan_video15_i2v")
+
+
 def test_the_implementation_is_the_one_that_sd_scripts_names():
     """For a LoRA; for HunyuanImage sd-scripts has a name, but does not write it."""
     authors = {
-        "sdxl": "https://github.com/Stability-AI/generative-models",
-        "flux": "https://github.com/black-forest-labs/flux",
-        "flux_kontext": "https://github.com/black-forest-labs/flux",
+        **dict.fromkeys(SDXL_KINDS, "https://github.com/Stability-AI/generative-models"),
+        **dict.fromkeys(FLUX_KINDS, "https://github.com/black-forest-labs/flux"),
         "chroma": "https://huggingface.co/lodestones/Chroma",
         "lumina2": "https://github.com/Alpha-VLLM/Lumina-Image-2.0",
         "anima": "https://huggingface.co/circlestone-labs/Anima",
@@ -158,8 +162,8 @@ def test_the_implementation_is_the_one_that_sd_scripts_names():
         **dict.fromkeys(("wan", "wan_i2v", "wan_flf2v"), "https://github.com/Wan-Video/Wan2.1"),
         **dict.fromkeys(("wan22_t2v", "wan22_i2v", "wan22_ti2v"), "https://github.com/Wan-Video/Wan2.2"),
         "skyreels_v2": "https://github.com/SkyworkAI/SkyReels-V2",
-        "hunyuan_video15": "https://github.com/Tencent-Hunyuan/HunyuanVideo-1.5",
-        "ltx_video": "https://github.com/Lightricks/LTX-Video",
+        **dict.fromkeys(HUNYUAN15_KINDS, "https://github.com/Tencent-Hunyuan/HunyuanVideo-1.5"),
+        **dict.fromkeys(("ltx_video", "ltx_video095"), "https://github.com/Lightricks/LTX-Video"),
         "hunyuan_video": "https://github.com/Tencent-Hunyuan/HunyuanVideo",
         **dict.fromkeys(("cogvideox", "cogvideox15"), "https://github.com/THUDM/CogVideo"),
         "mochi": "https://github.com/genmoai/mochi",

@@ -114,7 +114,7 @@ def test_a_run_file_fits_its_dataset_and_model(name: str, tmp_path, monkeypatch)
     ]
     text, code = TOOLS["plan"][1](words)
     assert code == 0 and json.loads(text)["steps"] > 0
-    others = {f"demo{name}_run.toml" for name in ("", "_control", "_slider")}
+    others = {f"demo{name}_run.toml" for name in ("", "_control", "_evaluate", "_slider")}
     assert {path.name for path in FOLDER.glob("*_run.toml")} == {*RUNS, *others}
 
 

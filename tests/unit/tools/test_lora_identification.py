@@ -170,7 +170,7 @@ def test_the_metadata_of_a_run_name_its_family_and_no_other(family):
         ("sdxl_base_v1-0", {"sdxl"}),
         ("sdxl_1.0", {"sdxl"}),
         ("flux1", {"flux"}),
-        ("Flux.1-dev", {"flux", "flux_kontext"}),
+        ("Flux.1-dev", {"flux", "flux_kontext", "flux_fill", "flux_control"}),
         ("flux_kontext", {"flux_kontext"}),
         ("flux2_klein_9b", {"flux2_klein"}),
         ("qwen_image_edit_plus", {"qwen_image_edit_plus"}),
