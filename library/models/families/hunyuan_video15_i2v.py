@@ -93,7 +93,8 @@ class HunyuanVideo15I2V(HunyuanVideo15):
         """The latents of the first frame, which do not depend on later frames, and what SigLIP sees in it."""
         from ..vae import as_clips
 
-        return {"first": moments.mean_and_std[:, 0, :, :1], "images": _embed_images(pipe, as_clips(pixels)[:, :, 0])}
+        first = moments.mean_and_std[:, 0, :, :1].clone()  # which may be all of the moments of an image
+        return {"first": first, "images": _embed_images(pipe, as_clips(pixels)[:, :, 0])}
 
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         import torch
