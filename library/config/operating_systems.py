@@ -47,11 +47,10 @@ def validate_output_name(name: str, output_dir: str, *, is_windows: bool = IS_WI
 
 def find_name_problem(name: str, *, is_windows: bool = IS_WINDOWS) -> str:
     """Return why no file can have this name, or one that begins with it; empty if it can."""
-    units = (
-        len(name.encode("utf-16-le", "surrogatepass")) // 2
-        if is_windows
-        else len(name.encode("utf-8", "surrogatepass"))
-    )
+    try:
+        units = len(name.encode("utf-16-le", "surrogatepass")) // 2 if is_windows else len(os.fsencode(name))
+    except UnicodeEncodeError:
+        return "has half a character (a lone surrogate), which is in no text"
     if _CONTROL_CHARACTERS.search(name):
         return "has a control character"
     if units + _ADDED_CHARACTERS > MAX_NAME_BYTES:

@@ -98,7 +98,7 @@ class WanTI2VFromImage(WanTI2V):
 
     def encode_frame_cond(self, pipe: Any, pixels: Tensor, moments: Moments) -> dict[str, Tensor]:
         """The latents of the first frame, which do not depend on later frames."""
-        return {"first": moments.mean_and_std[:, 0, :, :1]}
+        return {"first": moments.mean_and_std[:, 0, :, :1].clone()}  # which may be all of the moments of an image
 
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         import torch
