@@ -154,10 +154,13 @@ def test_plain_flux_is_not_called_kontext(models):
 
 
 FILES_OF_OTHERS = {
-    **dict.fromkeys(("sd1_inpainting", "sd1_pix2pix"), {"sd1"}),
+    "sd1_inpainting": {"sd1"},
+    "sd1_pix2pix": {"sd1"},
     "sd2_inpainting": {"sd2"},
-    **dict.fromkeys(("sdxl_inpainting", "sdxl_pix2pix"), {"sdxl"}),
-    **dict.fromkeys(("flux_fill", "flux_control"), {"flux"}),
+    "sdxl_inpainting": {"sdxl"},
+    "sdxl_pix2pix": {"sdxl"},
+    "flux_fill": {"flux"},
+    "flux_control": {"flux"},
     "ltx_video095": {"ltx_video", "ltx_video095"},
 }
 """Families whose LoRA files are those of the text-to-image, or an earlier model, and say so."""
