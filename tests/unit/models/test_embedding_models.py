@@ -73,8 +73,6 @@ def test_pictures_have_the_embeddings_of_the_model_and_batches_do_not_matter(fol
 
     inputs = model.processor(images=[image.convert("RGB") for image in IMAGES], return_tensors="pt")
     with torch.no_grad():
-        if name == "naflex":
-            inputs["attention_mask"] = inputs.pop("pixel_attention_mask")
         output = model.model.vision_model(**inputs) if name != "dino" else model.model(**inputs)
         expected = output.pooler_output
         if name == "clip":
