@@ -161,5 +161,5 @@ def test_models_that_take_no_control_images_reject_them(data, tmp_path, key):
     data.write_text(data.read_text().replace("control_directory", key))
     words = ["--pretrained_model_name_or_path", "random:flux:tiny", "--dataset_config", str(data)]
     (problem,) = format_lines(validate_model_options(parse_config(words).require_valid(), {}))
-    assert f": {key}: FLUX.1 takes no control images; FLUX.1 Kontext" in problem
+    assert f": {key}: FLUX.1 takes no control images; " in problem and "FLUX.1 Kontext, " in problem
     assert ("if these are masks, set --masked_loss" in problem) == (key == "conditioning_data_dir")
