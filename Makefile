@@ -2,7 +2,7 @@
 # make demo       train a LoRA on the built-in model
 # make demo-control  train control by a condition image on it
 # make demo-slider  train a slider from texts alone on it
-# make demo-evaluate  train three LoRAs on it, too short, right and too long, and have the right one named
+# make demo-evaluate  train three LoRAs of different lengths on it, and have the best one named
 # make web        the page in the browser
 # make test       linter, types and the quick tests: before every commit
 # make test-slow  the other tests, and the types of code for Windows and macOS
@@ -47,7 +47,7 @@ demo-slider: install
 	@echo "What this is, and the same for other models: docs/sliders.md"
 
 demo-evaluate: install
-	@for run in "short 30 30" "right 240 120" "long 1200 400"; do set -- $$run; \
+	@for run in "steps30 30 30" "steps240 240 120" "steps1200 1200 400"; do set -- $$run; \
 	  $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 	    train_lora.py --config_file dataset_configs/demo_evaluate_run.toml --overwrite \
 	    --output_name $$1 --max_train_steps $$2 --save_every_n_steps $$3 --validate_every_n_steps $$3 || exit 1; done
