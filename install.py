@@ -3,7 +3,7 @@
 Finds Python, the GPU and its driver, chooses the build of torch, makes ``.venv``, installs, and trains one step on the
 built-in model.  It needs nothing but Python's standard library, lies in a checkout or beside a wheel of the package,
 and changes nothing outside of the environment.  torch comes from PyTorch's own index, or from PIP_INDEX_URL, or from
-``--index_url``; all other packages from where pip is set to.
+``--torch_index``; all other packages from where pip is set to.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MARKER, STAMP = "made_by_install.txt", "install_finished.txt"
 """Files of an environment: this program made it; installing has finished (the start scripts ask for both)."""
 
 DEVICES = ("cuda", "rocm", "xpu", "mps", "cpu")
-FIX_FOR_TORCH = "the same command goes on; --index_url URL takes torch from a mirror"
+FIX_FOR_TORCH = "the same command goes on; --torch_index URL takes torch from a mirror"
 PROBE = """import sys, torch
 print(torch.__version__, flush=True)
 torch.ones(1, device=sys.argv[1]).add(1).cpu()
@@ -118,7 +118,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     add("venv", default=str(HERE / ".venv"), metavar="FOLDER", help="the environment (default: .venv beside this file)")
     add("device", default="auto", choices=("auto", *DEVICES), help="the build of torch (default: what is found)")
-    add("index_url", metavar="URL", help="the package index for torch, such as a mirror, instead of PyTorch's own")
+    add("torch_index", metavar="URL", help="the package index for torch, such as a mirror, instead of PyTorch's own")
     add("torch", metavar="VERSION", help=f"{OLDEST_TORCH} or later, such as 2.13.0+cu126 (default: {TESTED_TORCH})")
     add("source", metavar="PATH", help="a checkout or a wheel (default: what lies beside this file)")
     add("extras", default="web", metavar="NAMES", help="optional packages, with commas, such as web,bitsandbytes")
@@ -148,7 +148,7 @@ def install(options: argparse.Namespace) -> None:
     inside = get_venv_python(venv)
     pip = [str(inside), "-m", "pip"]
     run([*pip, "install", "--upgrade", "pip"], options.dry_run)
-    index = options.index_url or choose_index(pip, hardware, builds, version, options.dry_run)
+    index = options.torch_index or choose_index(pip, hardware, builds, version, options.dry_run)
     if not options.dry_run:
         (venv / STAMP).unlink(missing_ok=True)
     run([*pip, *build_torch_arguments(index, version, build, options.update)], options.dry_run, FIX_FOR_TORCH)
@@ -293,14 +293,14 @@ def choose_index(
     if not builds:
         return None
     if mirror := os.environ.get("PIP_INDEX_URL"):
-        print(f"torch:   from {hide_login(mirror)}, as PIP_INDEX_URL says; --index_url takes another index")
+        print(f"torch:   from {hide_login(mirror)}, as PIP_INDEX_URL says; --torch_index takes another index")
         return None
     if is_dry:
         print(f"torch:   the first of {', '.join(builds)} that {TORCH_HOST} has")
         return f"{TORCH_HOST}/{builds[0]}"
     for build in builds:
         url = f"{TORCH_HOST}/{build}"
-        asked = ask([*pip, "index", "versions", "torch", "--index-url", url, "--retries", "1", "--timeout", "15"], 90)
+        asked = ask([*pip, "index", "versions", "torch", "-i", url, "--retries", "1", "--timeout", "15"], 90)
         if asked and re.search(rf"(?<![\w.]){re.escape(version)}\+{re.escape(build)}(?![\w.])", asked):
             print(f"torch:   {version} for {build}")
             return url
@@ -324,7 +324,7 @@ def build_torch_arguments(index: str | None, version: str, build: str, is_update
         build = last
     upgrade = ["--upgrade"] if is_update else []
     what = f"torch=={version}{f'+{build}' if build else ''}"
-    return ["install", what, *upgrade, *(["--index-url", index] if index else [])]
+    return ["install", what, *upgrade, *(["-i", index] if index else [])]
 
 
 def build_package_arguments(source: Path, options: argparse.Namespace) -> list[str]:
@@ -421,7 +421,7 @@ def check_device(python: Path, hardware: Hardware, builds: Sequence[str], skips_
     reason = (done.stderr.decode("utf-8", "replace").strip().splitlines() or ["no message"])[-1]
     if not version:
         raise InstallError(f"torch cannot be imported ({reason}); --repair makes the environment again")
-    index = f"--index_url {TORCH_HOST}/{builds[0]}, or " if builds else ""
+    index = f"--torch_index {TORCH_HOST}/{builds[0]}, or " if builds else ""
     raise InstallError(
         f"training would run on the CPU: torch {version} does not run on {hardware.name or hardware.device} ({reason})."
         f" Install with {index}a newer driver; --device cpu trains on the CPU"

@@ -23,18 +23,13 @@ POSITION_WEIGHT = 0.5
 
 
 class FeatureEmbedder:
-    """The embedding as an object, with the interface of embedding models."""
+    """The embedding as an object, as the pictures of embedding models are computed."""
 
     name = "colors and edges (built in)"
-    reads_texts = False
 
     def embed_pictures(self, images: "Sequence[Image]") -> Array:
         """Compute one embedding for each picture."""
         return np.stack([compute_features(image) for image in images])
-
-    def embed_texts(self, texts: Sequence[str]) -> Array:
-        """Raise, as colors and edges say nothing of texts."""
-        raise NotImplementedError("colors and edges cannot be compared with texts")
 
 
 def compute_features(image: "Image") -> Array:

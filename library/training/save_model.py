@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import shutil
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,10 +42,10 @@ logger = logging.getLogger(__name__)
 INDEX_FILE = "model_index.json"
 
 
-class SaveModel(SaveWeights):
-    """Save the whole model as a folder of diffusers."""
+class SaveFullModel(SaveWeights):
+    """Save the model of a full training; the main rank gathers its weights, of which each rank may hold a part."""
 
-    title, suffix = "model", ""
+    title = "model"
 
     def __init__(
         self,
@@ -59,20 +60,36 @@ class SaveModel(SaveWeights):
 
     def _save_files(self, run: TrainingRun, path: Path) -> list[Path]:
         trained = run.strategy.unwrap_model(run.model)
-        models = [
-            TrainedComponent(name, model, collect_tensors(model))
-            for name, model in trained.named_children()
-            if any(parameter.requires_grad for parameter in model.parameters())
-        ]
+        models = self._list_components(run)
         weights = [tensor for each in models for tensor in each.tensors.values()]
         with use_eval_mode(trained):
             run_on_main_with_whole_weights(
-                run.strategy.comm, weights, lambda read_weight: self._write_folder(run, path, models, read_weight)
+                run.strategy.comm, weights, lambda read_weight: self._write_model(run, path, models, read_weight)
             )
         logger.info("saved %s", path)
         return [path]
 
-    def _write_folder(
+    def _list_components(self, run: TrainingRun) -> "list[TrainedComponent]":
+        """List the components that are written from memory: those that are trained."""
+        return [
+            TrainedComponent(name, model, collect_tensors(model))
+            for name, model in run.strategy.unwrap_model(run.model).named_children()
+            if any(parameter.requires_grad for parameter in model.parameters())
+        ]
+
+    @abstractmethod
+    def _write_model(
+        self, run: TrainingRun, path: Path, models: Sequence["TrainedComponent"], read_weight: ReadWeight
+    ) -> None:
+        """Write the model beside ``path``, and give it its name when it is complete; the main rank calls it."""
+
+
+class SaveModel(SaveFullModel):
+    """Save the whole model as a folder of diffusers."""
+
+    suffix = ""
+
+    def _write_model(
         self, run: TrainingRun, path: Path, models: Sequence["TrainedComponent"], read_weight: ReadWeight
     ) -> None:
         """Write the folder beside ``path``, and give it its name when it is complete."""

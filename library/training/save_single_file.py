@@ -26,22 +26,18 @@ from ..models.collect_component_keys import list_adaptable_components
 from ..models.component_files import DTYPE_NAMES, ReadWeight, verify_safetensors, write_safetensors
 from ..models.detect import DetectedModel
 from ..models.original_layout import OriginalTensor, read_original_layout
-from ..models.sampling import use_eval_mode
 from ..models.trained_components import select_trained_text_encoders
-from ..parallel.sharded_weights import run_on_main_with_whole_weights
 from ..problems import report_file
 from .checkpoint_retention import AdapterRetention
-from .save_model import TrainedComponent, collect_tensors, list_merged_components
-from .save_weights import SaveWeights, reserve_disk_space
+from .save_model import SaveFullModel, TrainedComponent, collect_tensors, list_merged_components
+from .save_weights import reserve_disk_space
 from .state import TrainingRun
 
 logger = logging.getLogger(__name__)
 
 
-class SaveSingleFile(SaveWeights):
+class SaveSingleFile(SaveFullModel):
     """Save the whole model as a file with the names of that of the base model."""
-
-    title = "model"
 
     def __init__(
         self,
@@ -51,35 +47,23 @@ class SaveSingleFile(SaveWeights):
         started_at: float,
         retention: AdapterRetention | None = None,
     ):
-        super().__init__(config, prepared, started_at, retention)
+        super().__init__(config, detected, prepared, started_at, retention)
         self.base = Path(detected.path_or_id)
-        self.detected = detected
         self._layouts: dict[str, list[OriginalTensor]] = {}
 
-    def _save_files(self, run: TrainingRun, path: Path) -> list[Path]:
-        trained = run.strategy.unwrap_model(run.model)
-        models = [
-            TrainedComponent(name, model, collect_tensors(model))
-            for name, model in trained.named_children()
-            if any(parameter.requires_grad for parameter in model.parameters())
-        ]
+    def _list_components(self, run: TrainingRun) -> list[TrainedComponent]:
+        """List the trained components, and those of the file into which LoRA files were merged."""
+        models = super()._list_components(run)
         names = {each.name for each in models}
         merged = {name: model for name, model in list_merged_components(run).items() if self._has_file(name, names)}
-        models += [TrainedComponent(name, model, collect_tensors(model)) for name, model in merged.items()]
-        weights = [tensor for each in models for tensor in each.tensors.values()]
-        with use_eval_mode(trained):
-            run_on_main_with_whole_weights(
-                run.strategy.comm, weights, lambda read_weight: self._write_file(run, path, models, read_weight)
-            )
-        logger.info("saved %s", path)
-        return [path]
+        return models + [TrainedComponent(name, model, collect_tensors(model)) for name, model in merged.items()]
 
     def _has_file(self, component: str, written: Set[str]) -> bool:
         """Whether the file has a component that is not among those that are written, and is not read elsewhere."""
         is_in_file = component in self.detected.single_file_components
         return is_in_file and component not in (*written, *self.detected.component_sources)
 
-    def _write_file(
+    def _write_model(
         self, run: TrainingRun, path: Path, models: Sequence[TrainedComponent], read_weight: ReadWeight
     ) -> None:
         """Write the file beside ``path``, and give it its name when it was read back."""

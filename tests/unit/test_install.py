@@ -101,7 +101,7 @@ def test_driver_gpu_and_release_decide_which_builds_run(programs, print_commands
     assert f"NVIDIA X, driver 570.1, CUDA up to {cuda}" in printed
     assert f"the first of {builds} that" in printed
     first = builds.partition(",")[0]
-    words = f"torch=={torch}+{first} --index-url https://download.pytorch.org/whl/{first}"
+    words = f"torch=={torch}+{first} -i https://download.pytorch.org/whl/{first}"
     assert any(words in command for command in commands), "with its build, so that another one is replaced"
 
 
@@ -130,9 +130,7 @@ def test_a_version_may_name_its_build_and_is_checked(installer, print_commands):
     assert installer.parse_torch_version("2.13.0+cu126") == ("2.13.0", "cu126")
     assert installer.parse_torch_version("2.12") == ("2.12.0", "")
     _, commands = print_commands("--torch", "2.13.0+cu126")
-    assert any(
-        "torch==2.13.0+cu126 --index-url https://download.pytorch.org/whl/cu126" in command for command in commands
-    )
+    assert any("torch==2.13.0+cu126 -i https://download.pytorch.org/whl/cu126" in command for command in commands)
     for version, message in (("2.9.0", "2.11 or later is needed"), ("newest", "no version of torch")):
         printed, _ = print_commands("--torch", version, code=2)
         assert f"--torch {version}: {message}" in printed
@@ -155,25 +153,25 @@ def test_a_mac_takes_the_build_of_pypi(installer, monkeypatch, print_commands):
     monkeypatch.setattr(installer, "detect_apple", lambda: installer.Hardware("mps", "Apple M4"))
     _, commands = print_commands()
 
-    assert "--index-url" not in " ".join(commands)
+    assert " -i " not in " ".join(commands)
 
 
 def test_the_variable_of_pip_and_the_option_decide_over_the_index(monkeypatch, print_commands):
     monkeypatch.setenv("PIP_INDEX_URL", "https://me:secret@mirror.example/simple")
     printed, commands = print_commands()
-    assert "mirror.example" in printed and "secret" not in printed and "--index-url" not in " ".join(commands)
+    assert "mirror.example" in printed and "secret" not in printed and " -i " not in " ".join(commands)
 
-    _, commands = print_commands("--index-url", "https://you:hidden@other.example/whl")
-    assert any("torch==2.13.0 --index-url https://other.example/whl" in command for command in commands)
-    _, commands = print_commands("--index-url", "https://other.example/whl/cu126/")
-    assert any("torch==2.13.0+cu126 --index-url https://other.example/whl/cu126/" in command for command in commands)
+    _, commands = print_commands("--torch_index", "https://you:hidden@other.example/whl")
+    assert any("torch==2.13.0 -i https://other.example/whl" in command for command in commands)
+    _, commands = print_commands("--torch_index", "https://other.example/whl/cu126/")
+    assert any("torch==2.13.0+cu126 -i https://other.example/whl/cu126/" in command for command in commands)
 
 
 def test_the_index_is_the_first_that_has_this_version(installer, monkeypatch):
     asked = []
 
     def ask(command, timeout=30):
-        url = command[command.index("--index-url") + 1]
+        url = command[command.index("-i") + 1]
         asked.append(url.rpartition("/")[2])
         return "torch (2.12.0)\nAvailable versions: 12.13.0+cu130" if "cu130" in url else "2.14.0, 2.13.0+cu126"
 
@@ -225,5 +223,5 @@ def test_every_option_is_in_the_help_and_has_an_effect(installer):
 def test_options_are_written_with_a_dash_or_an_underscore(installer):
     parse = installer.build_parser().parse_args
 
-    assert parse(["--index-url", "u", "--skip-check"]) == parse(["--index_url", "u", "--skip_check"])
+    assert parse(["--torch-index", "u", "--skip-check"]) == parse(["--torch_index", "u", "--skip_check"])
     assert isinstance(parse([]), argparse.Namespace)

@@ -81,7 +81,7 @@ def test_torch_that_does_not_run_on_the_gpu_fails_the_installation(machine):
     assert code == 2 and not machine.is_finished
     assert "training would run on the CPU: torch 2.13.0+cpu does not run on NVIDIA X" in printed
     assert "(AssertionError: Torch not compiled with CUDA)" in printed
-    assert "--index_url https://download.pytorch.org/whl/cu130" in printed and "--device cpu" in printed
+    assert "--torch_index https://download.pytorch.org/whl/cu130" in printed and "--device cpu" in printed
     assert find_torch(commands) == ["torch==2.13.0"], "PyPI's build for Linux, which is for CUDA 13"
 
     code, printed, commands = machine.install("--device", "cpu")
@@ -114,7 +114,7 @@ def test_an_index_that_cannot_be_reached_installs_no_build_that_cannot_run(
     code, printed, commands = machine.install()
 
     assert code == 2 and find_torch(commands) == []
-    assert "cannot be reached or has no torch 2.13.0 for cu1" in printed and "--index_url URL" in printed
+    assert "cannot be reached or has no torch 2.13.0 for cu1" in printed and "--torch_index URL" in printed
 
 
 @needs_scripts
