@@ -37,10 +37,9 @@ def clip_sharded_grad_norm(
     norms = torch._foreach_norm([each for each in gradients if each.numel()], 2, torch.float32) if gradients else []
     squares = torch.stack([norm.square() for norm in norms]).sum() if norms else torch.zeros(())
     norm = sum_over_shards(squares.to(accelerator.device)).sqrt()
-    if max_norm:
+    if max_norm and gradients:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for gradient in gradients:
-            gradient.mul_(factor.to(gradient.device, gradient.dtype))
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
     return norm
 
 

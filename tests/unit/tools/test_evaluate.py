@@ -77,18 +77,17 @@ def test_all_problems_are_reported_at_once_before_a_model_is_loaded(tmp_path, ca
     assert "Traceback" not in error
 
 
-def test_seeds_and_strengths_of_prompts_are_refused_since_an_evaluation_has_its_own(tmp_path, capsys):
-    write_lora(tmp_path / "good.safetensors", 1.0)
-    (tmp_path / "prompts.txt").write_text("a cat --d 3\na lorikeet --am 0.5\n")
+def evaluate_unrelated(capsys, folder, prompts: str) -> tuple[int, str]:
+    """Evaluate a file with unrelated prompts of the user's own; return the exit code and the errors."""
+    write_lora(folder / "good.safetensors", 1.0)
+    (folder / "prompts.txt").write_text(prompts)
+    file, own = folder / "good.safetensors", folder / "prompts.txt"
+    code, _, error = evaluate(capsys, file, "--dataset_config", DATASET, "--unrelated_prompts", own)
+    return code, error
 
-    code, _, error = evaluate(
-        capsys,
-        tmp_path / "good.safetensors",
-        "--dataset_config",
-        DATASET,
-        "--unrelated_prompts",
-        tmp_path / "prompts.txt",
-    )
+
+def test_seeds_and_strengths_of_prompts_are_refused_since_an_evaluation_has_its_own(tmp_path, capsys):
+    code, error = evaluate_unrelated(capsys, tmp_path, "a cat --d 3\na lorikeet --am 0.5\n")
 
     assert code == 2
     assert "prompts.txt:1: --d: the pictures of a caption have several seeds" in error
@@ -98,17 +97,7 @@ def test_seeds_and_strengths_of_prompts_are_refused_since_an_evaluation_has_its_
 
 
 def test_a_caption_with_the_subject_is_no_unrelated_one(tmp_path, capsys):
-    write_lora(tmp_path / "good.safetensors", 1.0)
-    (tmp_path / "prompts.txt").write_text("a cat\na blue lorikeet\n")
-
-    code, _, error = evaluate(
-        capsys,
-        tmp_path / "good.safetensors",
-        "--dataset_config",
-        DATASET,
-        "--unrelated_prompts",
-        tmp_path / "prompts.txt",
-    )
+    code, error = evaluate_unrelated(capsys, tmp_path, "a cat\na blue lorikeet\n")
 
     assert code == 2
     assert "--unrelated_prompts: 'a blue lorikeet' names the subject 'lorikeet'" in error
