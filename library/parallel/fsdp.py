@@ -10,6 +10,7 @@ import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -104,10 +105,9 @@ class FSDPStrategy(DeviceMeshStrategy):
     ) -> Tensor:
         if not self.trains_base:
             return super().compute_gradients(task, batches, num_samples, step)
-        modules = _list_sharded_modules(self.unwrap_model(self.model))
 
         def start_micro_batch(is_last: bool) -> AbstractContextManager[Any]:
-            for module in modules:  # HSDP: between replicas, once per step
+            for module in self._sharded_modules:  # HSDP: between replicas, once per step
                 module.set_requires_all_reduce(is_last, recurse=False)
             context: AbstractContextManager[Any] = self.accelerator.accumulate(self.model)
             return context
@@ -131,8 +131,13 @@ class FSDPStrategy(DeviceMeshStrategy):
             try:
                 yield
             finally:
-                for module in _list_sharded_modules(self.unwrap_model(self.model)) if self.trains_base else ():
+                for module in self._sharded_modules if self.trains_base else ():
                     module.reshard()
+
+    @cached_property
+    def _sharded_modules(self) -> list[FSDPModule]:
+        """The modules of the wrapped model whose parameters FSDP shards as a unit."""
+        return _list_sharded_modules(self.unwrap_model(self.model))
 
 
 def _list_sharded_modules(model: nn.Module) -> list[FSDPModule]:
