@@ -30,7 +30,7 @@ from .processes import ROOT, TAIL
 from .report import Measurement, add_count_option, compute_ratios, measure_interleaved
 
 PARTS = ("plan", "cache", "read")
-SIDE, RATE, MIN_FRAMES, NUM_LENGTHS = 64, 24, 17, 20
+SIDE, RATE, MIN_FRAMES, NUM_LENGTHS = 64, 16, 17, 20
 ENCODED = 200
 """Clips that are really encoded; each of the others is one of them with a number at its end, so no two are equal."""
 FEW_CLIPS = 10

@@ -180,6 +180,8 @@ def list_musubi_values(values: Mapping[str, Any]) -> dict[str, Any]:
     adapter = AdapterConfig(**{name: values[name] for name in ("network_module", "network_args") if name in values})
     if validate_save_format([get_adapter_type(adapter)], taken.get("save_format", "auto")):
         del taken["save_format"]
+    if "dit_high_noise" not in values:
+        taken.pop("expert_adapters", None)  # one transformer
     if expert := _find_only_expert(values):
         taken["noise_experts"] = expert
     if adapter.network_module == KONTEXT_MODULE and not values.keys() & {"model_version", "family"}:

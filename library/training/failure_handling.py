@@ -91,10 +91,12 @@ class FailureHandler:
         self, error: BaseException, run: TrainingRun, save_checkpoint: SaveCheckpoint
     ) -> str:
         """Roll back to the last snapshot and save it."""
-        if run.strategy.optimizer_sharding_engine and not run.nan_guard.has_snapshots:
-            return "no checkpoint: no rank holds all of the training state; resume from the last one (--auto_resume)"
         try:
             _free_failed_step(error, run)
+            if run.strategy.optimizer_sharding_engine and not run.nan_guard.has_snapshots:
+                return (
+                    "no checkpoint: no rank holds all of the training state; resume from the last one (--auto_resume)"
+                )
             if not run.nan_guard.has_snapshots and isinstance(error, OutOfMemory) and error.phase == "optimizer":
                 return "no checkpoint: the failed optimizer step may have changed a part of the weights"
             run.nan_guard.roll_back(run)

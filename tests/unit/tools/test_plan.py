@@ -102,12 +102,10 @@ def test_resolve_only_prints_the_values_of_sd_scripts_without_any_folder(golden:
 def test_without_a_model_sizes_that_published_models_reject_are_named(dataset, tmp_path):
     need = "is not a multiple of what these models need:"
     check = "give --pretrained_model_name_or_path to check yours"
-    unets = "Stable Diffusion 1 (64), Stable Diffusion 2 (64), Stable Diffusion XL (32)"
-    unets += ", Qwen-Image 2.1 (32), Sana (32), Kolors (32), HunyuanImage 2.1 (32), Wan 2.2 TI2V (32), LTX-Video (32)"
-    assert (
-        run_plan_as_json(*dataset)["notes"][0]
-        == f"{tmp_path}/set.toml:4: bucket_reso_steps: 16 {need} {unets}; {check}"
-    )
+    note = run_plan_as_json(*dataset)["notes"][0]
+    assert note.startswith(f"{tmp_path}/set.toml:4: bucket_reso_steps: 16 {need} Stable Diffusion 1 (64), ")
+    assert note.endswith(f"; {check}")
+    assert {"Stable Diffusion XL (32)", "Sana (32)", "LTX-Video (32)"} < set(note.split(f"{need} ")[1].split(", "))
     text = (tmp_path / "set.toml").read_text()
     steps_of_64 = text.replace("reso_steps = 16", "reso_steps = 64").replace("reso = 32", "reso = 64")
     (tmp_path / "set.toml").write_text(steps_of_64)
