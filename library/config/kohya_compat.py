@@ -125,7 +125,7 @@ FULL_TRAINING = OtherScriptOption(
 _BROKEN_IN_KOHYA = NoEffectOption("no effect in sd-scripts either")
 
 _FULL_TRAINING_OPTIONS = """
-    block_lr no_token_padding num_last_block_to_freeze learning_rate_te3
+    no_token_padding num_last_block_to_freeze learning_rate_te3
     token_string init_word num_vectors_per_token weights use_object_template
     use_style_template skip_latents_validity_check double_blocks_to_swap single_blocks_to_swap use_t5xxl_cache_only
 """.split()

@@ -446,6 +446,34 @@ def _expand_lr_weight_preset(text: str, count: int) -> list[float]:
     return [value + float(offset or 0) for value in presets[name]]
 
 
+def count_unet_blocks(network: NetworkFacts) -> int:
+    """Count the blocks of a UNet of which each weight is in one, as ``block_lr`` needs; 0 if there are none."""
+    if network.unet_blocks is None or not all(network.unet_outer_blocks):
+        return 0
+    return sum(network.unet_blocks) + sum(network.unet_outer_blocks)
+
+
+def get_weight_block_index(name: str, network: NetworkFacts) -> int:
+    """Return the index of the UNet block of a weight of diffusers; those before and after all blocks count as blocks.
+
+    The first block has the embeddings of time and size, the last one the output; the middle has three.
+    """
+    pieces = name.split(".")
+    (down, _, _), (first, _) = network.unet_blocks or (0, 0, 0), network.unet_outer_blocks
+    if pieces[0] in ("time_embedding", "add_embedding", "encoder_hid_proj"):
+        return 0
+    if pieces[0] == "conv_in":
+        return first
+    if pieces[0] == "mid_block":
+        return first + down + (1 if pieces[1] == "attentions" else 2 * int(pieces[2]))
+    if pieces[0] in ("conv_norm_out", "conv_out"):
+        return count_unet_blocks(network) - 1
+    index = get_unet_block_index("_".join(pieces), network)
+    if index is None:
+        raise AssertionError(f"{name} is in no block of the UNet")
+    return index
+
+
 def get_unet_block_index(kohya_name: str, network: NetworkFacts) -> int | None:
     """Return the index of the UNet block of a module, from its name in sd-scripts' files; None outside of blocks."""
     if network.unet_blocks is None:

@@ -1,4 +1,4 @@
-"""Options of full fine-tuning (``--train full``): learning rates of single text encoders, fused backward pass.
+"""Options of full fine-tuning (``--train full``): learning rates of blocks and encoders, fused backward pass.
 
 The choice itself, and which weights are trained, are in ``AdapterConfig``, which says what a run trains.
 """
@@ -8,6 +8,7 @@ from typing import Any
 
 from .option_needs import HasValue, IsSet
 from .options import define_option
+from .types import BlockRates
 
 IS_FULL = HasValue("train", ("full",), "train is not full")
 IS_LORA = HasValue("train", ("lora",), "train is full, without an adapter")
@@ -30,6 +31,12 @@ class FullConfig:
     learning_rate_te: float | None = _define_text_rate("the text encoder")
     learning_rate_te1: float | None = _define_text_rate("the first text encoder")
     learning_rate_te2: float | None = _define_text_rate("the second text encoder")
+    block_lr: BlockRates | None = define_option(
+        None,
+        "train full: peak learning rate of each of the 23 blocks of SDXL's UNet, in sd-scripts' order, which replaces"
+        " that of the denoiser; 0: the block is not trained",
+        needs=(IS_FULL,),
+    )
     fused_backward_pass: bool = define_option(
         False,
         "train full: update each weight within the backward pass and free its gradient at once; max_grad_norm then"

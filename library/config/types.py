@@ -209,6 +209,28 @@ class StepsOrRatio:
 
 
 @dataclass(frozen=True)
+class BlockRates:
+    """A learning rate for each block of a model: ``1e-5,1e-5,0,...``."""
+
+    rates: tuple[float, ...]
+
+    syntax: ClassVar[str] = "RATE,RATE,..."
+
+    @classmethod
+    def parse(cls, value: Any) -> "BlockRates":
+        try:
+            rates = tuple(float(text) for text in str(value).split(","))
+        except ValueError:
+            rates = ()
+        if isinstance(value, bool) or not rates or not all(0 <= rate < math.inf for rate in rates):
+            raise ValueError("expected a learning rate for each block, separated by commas (1e-5,1e-5,0)")
+        return cls(rates)
+
+    def __str__(self) -> str:
+        return ",".join(f"{rate:g}" for rate in self.rates)
+
+
+@dataclass(frozen=True)
 class StepRange:
     """A range of steps, counted from 1, both ends included: ``10:20``."""
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..problems import Problem
+from .network_args import NetworkFacts, count_unet_blocks
 from .schema import RunConfig
 
 _FROZEN_ONLY = "for frozen weights, and train full trains them"
@@ -33,6 +34,8 @@ def validate_full_training(config: RunConfig) -> Iterator[Problem]:
     yield from _validate_layout(config)
     yield from _validate_text_encoders(config)
     yield from _validate_fused_backward(config)
+    if config.full.block_lr is not None and config.optim.unet_lr:
+        yield Problem("block_lr", "contradicts unet_lr", "remove one of them", others=("unet_lr",))
     for pattern in config.adapter.train_modules:
         try:
             re.compile(pattern)
@@ -99,6 +102,19 @@ def _validate_fused_backward(config: RunConfig) -> Iterator[Problem]:
     for name, (is_used, reason, fix) in reasons.items():
         if is_used:
             yield Problem(name, f"with fused_backward_pass {reason}", fix, others=("fused_backward_pass",))
+
+
+def validate_block_rates(config: RunConfig, network: NetworkFacts, title: str) -> Iterator[Problem]:
+    """Check that there is a learning rate for each block of the model, and that one is not 0."""
+    if config.full.block_lr is None:
+        return
+    count, rates = count_unet_blocks(network), config.full.block_lr.rates
+    if not count:
+        yield Problem("block_lr", f"{title} has no such blocks", "remove it, or choose weights with train_modules")
+    elif len(rates) != count:
+        yield Problem("block_lr", f"{len(rates)} values for {count} blocks", f"give {count} values")
+    elif not any(rates) and not config.adapter.trains_text_encoders:
+        yield Problem("block_lr", "every learning rate is 0", "give one block another one")
 
 
 def validate_fused_launch(config: RunConfig, world_size: int, engine: str, mixed_precision: str) -> Iterator[Problem]:

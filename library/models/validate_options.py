@@ -27,6 +27,7 @@ from ..config.unused_options import (
     find_unused_options,
     reset_options,
 )
+from ..config.validate_full import validate_block_rates
 from ..dataloader.sample_prompts import Prompt, load_preview_prompts
 from ..dataset.controls import CONTROLS_FROM_IMAGE, MASK_FROM_IMAGE
 from ..dataset.dataset_config import can_load_datasets, load_dataset_config
@@ -71,6 +72,7 @@ def validate_model_options(config: RunConfig, locations: Mapping[str, Place]) ->
                 text_encoders=tuple(facts.lora.text_encoders),
                 t5=facts.text.t5_encoder,
             ),
+            *validate_block_rates(config, facts.options.network, facts.title),
             *_validate_noise_range(config.noise, detected),
             *_validate_expert_range(config.noise, config.model, detected),
             *_validate_text_mask(config.model, config.distributed.attn_mode, config.parallel.cp_size, detected),

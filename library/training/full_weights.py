@@ -13,8 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from ..adapters.component_key_names import clean_parameter_name
+from ..config.network_args import get_weight_block_index
 from ..config.schema import AdapterConfig, RunConfig
+from ..config.schema_full import FullConfig
 from ..config.schema_optim import OptimConfig
+from ..config.types import BlockRates
 from ..distributed.devices import HOST
 from ..errors import ConfigError, UserError
 from ..models.base import Family
@@ -56,6 +59,8 @@ def build_full_modules(config: RunConfig, family: Family, pipe: Any) -> Trainabl
         if name == denoiser_name and not config.adapter.trains_denoiser:
             continue
         trained = set(list_trained_names(config.adapter, family, name, model))
+        if name == denoiser_name and config.full.block_lr is not None:
+            trained = {each for each in trained if get_block_lr(each, config.full.block_lr, family.facts)}
         for parameter_name, parameter in model.named_parameters():
             parameter.requires_grad_(parameter_name in trained)
     modules = TrainableModules(denoiser_name, models)
@@ -65,12 +70,31 @@ def build_full_modules(config: RunConfig, family: Family, pipe: Any) -> Trainabl
     return modules
 
 
-def build_full_param_groups(modules: TrainableModules, optim: OptimConfig, facts: FamilyFacts) -> list[ParamGroup]:
-    """Group the trained weights by component, each with its learning rate."""
-    groups = []
+def get_block_lr(weight: str, block_lr: BlockRates, facts: FamilyFacts) -> float:
+    """Return the learning rate that ``block_lr`` gives a weight of the UNet."""
+    return block_lr.rates[get_weight_block_index(weight, facts.options.network)]
+
+
+def _build_block_groups(unet: nn.Module, block_lr: BlockRates, facts: FamilyFacts) -> list[ParamGroup]:
+    """Group the trained weights of a UNet by block."""
+    blocks: dict[int, list[nn.Parameter]] = {}
+    for name, weight in unet.named_parameters():
+        if weight.requires_grad:
+            index = get_weight_block_index(clean_parameter_name(name), facts.options.network)
+            blocks.setdefault(index, []).append(weight)
+    return [ParamGroup(f"unet_block{index}", blocks[index], block_lr.rates[index]) for index in sorted(blocks)]
+
+
+def build_full_param_groups(
+    modules: TrainableModules, optim: OptimConfig, full: FullConfig, facts: FamilyFacts
+) -> list[ParamGroup]:
+    """Group the trained weights by component, or by block, each with its learning rate."""
+    groups = list[ParamGroup]()
     for name, model in modules.named_children():
         label = "unet" if name == facts.denoiser_name else name
-        if parameters := get_trainable_parameters(model):
+        if label == "unet" and full.block_lr is not None:
+            groups += _build_block_groups(model, full.block_lr, facts)
+        elif parameters := get_trainable_parameters(model):
             groups.append(ParamGroup(label, parameters, get_component_lr(name, optim, facts)))
     return groups
 

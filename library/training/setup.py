@@ -201,7 +201,7 @@ def _build_groups(
     config: RunConfig, family: Family, trained: TrainableModules, adapter: injection.Adapter | None
 ) -> list[optimizers.ParamGroup]:
     if adapter is None:
-        return build_full_param_groups(trained, config.optim, family.facts)
+        return build_full_param_groups(trained, config.optim, config.full, family.facts)
     return build_param_groups(trained, adapter, config.adapter, config.optim, family.facts)
 
 

@@ -208,9 +208,11 @@ def test_what_full_training_does_not_support_is_refused_before_anything_is_loade
 def test_options_of_full_fine_tuning_in_run_files_of_sd_scripts_are_refused_or_named(tmp_path):
     """Beside a LoRA they are ignored, as in sd-scripts; with ``train full`` they would change the result."""
     path = tmp_path / "run.toml"
-    path.write_text("train = 'full'\nblock_lr = '1,2'\nmem_eff_save = true\nsave_model_as = 'diffusers'\n", "utf-8")
+    path.write_text(
+        "train = 'full'\nno_token_padding = true\nmem_eff_save = true\nsave_model_as = 'diffusers'\n", "utf-8"
+    )
     parsed = parse_config(["--dataset_config", "pyproject.toml", "--config_file", str(path)])
-    assert format_lines(parsed.problems) == [f"{path}:2: block_lr: not supported with train full; remove it"]
+    assert format_lines(parsed.problems) == [f"{path}:2: no_token_padding: not supported with train full; remove it"]
     assert any("mem_eff_save" in str(place) for place, _ in parsed.unused)
 
 
