@@ -86,7 +86,8 @@ class FusedBackward:
         """The number of weights that the step has updated."""
         self.is_updating = False
         """Whether a step has begun to update weights and has not ended, so that they are those of no step."""
-        self._handles = [weight.register_post_accumulate_grad_hook(self._handle_gradient) for weight in weights]
+        for weight in weights:
+            weight.register_post_accumulate_grad_hook(self._handle_gradient)
 
     def start_step(self) -> None:
         """Begin a step; call it before its first backward."""
@@ -120,10 +121,6 @@ class FusedBackward:
         """Return the largest magnitude in the gradient of each weight in backwards outside of steps, and forget it."""
         found, self._trial_magnitudes = self._trial_magnitudes, {}
         return found
-
-    def remove_hooks(self) -> None:
-        for handle in self._handles:
-            handle.remove()
 
     def _handle_gradient(self, weight: Tensor) -> None:
         self._action(weight)

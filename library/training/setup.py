@@ -183,6 +183,9 @@ def _prepare_steps(config: RunConfig, strategy: Strategy, model: nn.Module, opti
     """Let the strategy update weights within the backward pass, or capture the micro-batches, if asked for."""
     if config.full.fused_backward_pass:  # accelerate's wrapper steps all weights
         strategy.fused_backward = FusedBackward(optimizer.optimizer, config.optim.max_grad_norm)
+        if config.optim.max_grad_norm:
+            message = "fused backward pass: max_grad_norm %g limits the norm of each gradient on its own, not of all"
+            logger.info(message, config.optim.max_grad_norm)
     if strategy.uses_cuda_graphs:
         autocast, capture = strategy.accelerator.autocast, CudaCapture(strategy.device)
         strategy.step_graphs = StepGraphs(strategy.unwrap_model(model), autocast, capture)

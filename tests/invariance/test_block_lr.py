@@ -3,16 +3,18 @@
 import re
 from pathlib import Path
 
-import original_checkpoints
 import pytest
 import torch
 from problem_lines import format_lines
 from rank_processes import run_on_ranks
 from safetensors.torch import load_file
-from tiny_pipelines import TINY
 from training_runs import even_dataset, train
 
+from library.adapters.original_module_names import map_to_ldm_names
 from library.config.network_args import get_weight_block_index
+from library.config.schema import ModelConfig
+from library.models.detect import detect_model
+from library.models.loading import load_components_on_meta
 from library.models.own_families import get_family_facts
 from library.training.preflight import find_settings_problems, load_settings
 
@@ -33,20 +35,15 @@ def find_kohya_index(key: str) -> int:
 
 @pytest.mark.quick
 def test_each_weight_is_in_the_block_that_its_original_name_says():
-    pipe = TINY["sdxl"]().pipe
-    network = get_family_facts("sdxl").options.network
-    with torch.no_grad():
-        for name, weight in pipe.unet.named_parameters():
-            weight.fill_(get_weight_block_index(name, network))
-    prefix = "model.diffusion_model."
-    tensors = {
-        key.removeprefix(prefix): tensor
-        for key, tensor in original_checkpoints.build_checkpoint("sdxl", pipe).items()
-        if key.startswith(prefix)
-    }
-    found = {key: set(tensor.flatten().tolist()) for key, tensor in tensors.items()}
-    assert found == {key: {find_kohya_index(key)} for key in tensors}
-    assert {index for values in found.values() for index in values} >= {0, 1, 10, 11, 12, 13, 22}
+    unet = load_components_on_meta(detect_model(ModelConfig("random:sdxl")), ("unet",)).unet
+    names, network = (
+        map_to_ldm_names(name for name, _ in unet.named_modules()),
+        get_family_facts("sdxl").options.network,
+    )
+    weights = [name for name, _ in unet.named_parameters()]
+    expected = {name: find_kohya_index(f"{names[name.rpartition('.')[0]]}.") for name in weights}
+    assert {name: get_weight_block_index(name, network) for name in weights} == expected
+    assert set(expected.values()) == set(range(23)) and len(weights) == 1680
 
 
 @pytest.mark.quick

@@ -8,6 +8,7 @@ from library.config.option_needs import AnyOf, Has, HasValue, IsSet, IsUnset, La
 from library.config.options import Option, iter_options
 from library.config.schema import RunConfig
 from library.config.types import (
+    BlockRates,
     DeviceMap,
     FaceCropRange,
     MemorySize,
@@ -33,6 +34,7 @@ SUBSETS = {
 }
 """The subset of a dataset file that has or lacks a kind of images."""
 VALUES_OF_TYPES = {
+    BlockRates: ",".join(["1e-5"] * 23),
     FaceCropRange: "2,4",
     Resolution: "96,64",
     ResolutionSchedule: "64",
