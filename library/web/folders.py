@@ -95,6 +95,11 @@ class OpenedFolders:
                 pending += [(folder / name, depth + 1) for name in subfolders]
 
 
+def format_setting_path(path: Path) -> str:
+    """Format a path for settings: relative to the working directory, as users write it, if it is below it."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
 @dataclass
 class FileFinder:
     """Finds files by name again and again; a folder that has not changed since, such as one of pictures, is not read.

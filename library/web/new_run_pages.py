@@ -14,6 +14,7 @@ from ..config.types import MemorySize
 from ..errors import UserError
 from ..problems import report_file
 from .commands import CommandRunner
+from .folders import format_setting_path
 from .jobs import build_command
 from .picture_pages import take_json
 from .presets import list_presets
@@ -39,12 +40,12 @@ def show_form(request: Request) -> Response:
             raise UserError(report_file(path.name, "no run TOML"))
         values = export_values(read_settings_file(path))
     elif "dataset" in query:
-        values = {"dataset_config": _format_setting_path(workbench.folders.resolve_key(query["dataset"]))}
+        values = {"dataset_config": format_setting_path(workbench.folders.resolve_key(query["dataset"]))}
     page = {
         "title": "New run",
         "groups": list_field_groups(),
         "start": {"values": values, "presets": list_presets()},
-        "datasets": [_format_setting_path(path) for path in workbench.pictures.find_dataset_files()],
+        "datasets": [format_setting_path(path) for path in workbench.pictures.find_dataset_files()],
         "files": _list_settings_files(request),
     }
     return render_page(request, "new_run.html", page)
@@ -116,11 +117,6 @@ def _is_settings_file(path: Path) -> bool:
     except OSError:
         return False
     return text.startswith(HEADER) or ("max_train_" in text and "datasets]]" not in text)
-
-
-def _format_setting_path(path: Path) -> str:
-    """Write a path relative to the working directory, as users do, if it is below it."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def _get_runner(request: Request) -> CommandRunner:

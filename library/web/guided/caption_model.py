@@ -64,7 +64,9 @@ def build_caption_command(project: Project, model: str, trigger_word: str, if_ex
     return words + ([f"--trigger_word={trigger_word.strip()}"] if trigger_word.strip() else [])
 
 
-def start_captioning(editor: CaptionEditor, runner: CommandRunner, words: Sequence[str], extension: str) -> BackgroundWork:
+def start_captioning(
+    editor: CaptionEditor, runner: CommandRunner, words: Sequence[str], extension: str
+) -> BackgroundWork:
     """Run the command in the background; what it writes is one edit, which Undo puts back."""
     if editor.is_busy:
         raise UserError(BUSY)
@@ -112,12 +114,13 @@ def _iter_caption_files(pictures: PictureSet, extension: str) -> Iterator[tuple[
             yield index, Path(os.path.splitext(picture.sample.image.path)[0] + extension)
 
 
-def _list_changes(
-    pictures: PictureSet, extension: str, before: Mapping[int, bytes | None]
-) -> Iterator[CaptionChange]:
+def _list_changes(pictures: PictureSet, extension: str, before: Mapping[int, bytes | None]) -> Iterator[CaptionChange]:
     seen = set[Path]()
     for index, path in _iter_caption_files(pictures, extension):
         content = _read_file(path)
+        if content is not None and not content.strip():  # a tagger that found nothing; training refuses an empty file
+            path.unlink()
+            content = None
         if path not in seen and content != before.get(index):
             seen.add(path)
             new = "" if content is None else content.decode("utf-8", "replace").rstrip("\n")

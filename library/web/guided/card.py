@@ -7,7 +7,7 @@ memory of a card.
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 GB = 2**30
@@ -41,7 +41,9 @@ def describe_devices() -> dict[str, Any]:
     cards = []
     for index in range(machine.device_count):
         device = torch.device(machine.device_type, index)
-        cards.append({"name": get_device_name(device), "total": get_total_memory(device), "free": get_free_memory(device)})
+        cards.append(
+            {"name": get_device_name(device), "total": get_total_memory(device), "free": get_free_memory(device)}
+        )
     return {"cards": cards, "cores": machine.usable_cpus, "memory": get_total_memory(HOST)}
 
 
@@ -52,13 +54,15 @@ def format_devices(devices: Mapping[str, Any]) -> tuple[str, str]:
         text = f"No graphics card was found; this computer has {devices['cores']} processor cores"
         text += f" and {devices['memory'] / GB:.0f} GB of memory. The demo model trains well on that; others take days."
         return text, ""
-    names = [f"{each['name'] or 'a card'} with {each['total'] / GB:.0f} GB, {each['free'] / GB:.0f} free" for each in cards]
+    names = [
+        f"{each['name'] or 'a card'} with {each['total'] / GB:.0f} GB, {each['free'] / GB:.0f} free" for each in cards
+    ]
     # The planner's limit: what the driver reports is a little below the size on the box.
     return f"This computer has {' and '.join(names)}.", f"{max(1, int(cards[0]['total'] / GB))}GB"
 
 
 def describe_plan(plan: Mapping[str, Any], memory_text: str) -> list[str]:
-    """Put a plan (``library plan --json --gpu_memory``) into sentences: whether it fits, by what, and how much is left."""
+    """Put a plan (``library plan --json --gpu_memory``) into sentences: whether it fits, and by what."""
     lines = [_describe_steps(plan)]
     layouts = [each for each in plan.get("layouts", ()) if each["fits"]]
     advice, suggestion = plan.get("advice", ()), plan.get("suggestion")
@@ -71,7 +75,9 @@ def describe_plan(plan: Mapping[str, Any], memory_text: str) -> list[str]:
             lines.append(f"It can be {speed:.2g} times as fast: {_join(_describe_options(advice[0]['options']))}.")
     elif advice:
         first = advice[0]
-        lines.append(f"It does not fit as it is, but it does on {memory_text} when {_join(_describe_options(first['options']))}.")
+        lines.append(
+            f"It does not fit as it is, but it does on {memory_text} when {_join(_describe_options(first['options']))}."
+        )
         lines.append(f"Then it needs {first['bytes']['total'] / GB:.1f} GB. {_describe_quality(first['options'])}")
         for each in advice[1:]:
             share = each["relative_speed"] / (first["relative_speed"] or 1)
@@ -114,13 +120,6 @@ def format_duration(seconds: float) -> str:
         return f"{max(1, round(seconds))} seconds"
     minutes = seconds / 60
     return f"{round(minutes)} minutes" if minutes < 90 else f"{minutes / 60:.1f} hours"
-
-
-def iter_speeds(runs: Iterator[tuple[str, float]], steps: int) -> Iterator[str]:
-    """Say how long earlier runs of the same model would take for so many steps."""
-    for name, steps_per_second in runs:
-        if steps_per_second > 0:
-            yield f"At the speed of {name} that is {format_duration(steps / steps_per_second)}."
 
 
 if __name__ == "__main__":

@@ -189,9 +189,9 @@ def _list_own_faults(picture: CheckedPicture, assign: BucketAssigner | None) -> 
 
 
 def place_picture(picture: CheckedPicture, assign: BucketAssigner | None) -> BucketAssignment | None:
-    """Return how a picture is resized and cropped; None if it fits no bucket."""
+    """Return how a picture is resized and cropped; None if it is broken or fits no bucket."""
     try:
-        return None if assign is None else assign(*picture.inspected.size)
+        return None if assign is None or picture.inspected.defect else assign(*picture.inspected.size)
     except ValueError:
         return None
 
@@ -205,7 +205,11 @@ def find_originals(pictures: Sequence[CheckedPicture]) -> dict[Path, Path]:
     originals = dict[Path, Path]()
     for number, picture in enumerate(usable):
         for other in usable[:number]:
-            if other.path not in originals and other.folder.is_reg == picture.folder.is_reg and _are_alike(picture, other):
+            if (
+                other.path not in originals
+                and other.folder.is_reg == picture.folder.is_reg
+                and _are_alike(picture, other)
+            ):
                 originals[picture.path] = other.path
                 break
     return originals

@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import UserError
 from ...training.output_lock import has_final_output
+from ..folders import format_setting_path
 from ..run_form import CheckedForm
 from .project import DATASET_KEYS, OUTPUT_FOLDER, PROMPTS_FILE, Project
 
 if TYPE_CHECKING:
     from ..workbench import Workbench
-
-OWN_VALUES = ("dataset_config", "output_dir", "sample_prompts", "masked_loss")
-"""Settings that follow from the project, and are not fields of the step."""
 
 MAX_SPEEDS = 3
 
@@ -57,11 +55,6 @@ def check_run(workbench: "Workbench", project: Project, values: Mapping[str, Any
     if project.has_masks():
         own["masked_loss"] = True
     return workbench.forms.check(own)
-
-
-def format_setting_path(path: Path) -> str:
-    """Write a path relative to the working directory, as users do, if it is below it."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def list_speeds(workbench: "Workbench", project: Project) -> list[tuple[str, float]]:

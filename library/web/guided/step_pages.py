@@ -11,13 +11,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ...config.operating_systems import join_words
+from ...config.types import MemorySize
 from ...errors import UserError
 from ..jobs import build_command
 from ..picture_pages import take_json
 from ..run_form import list_field_groups
+from ..thumbnails import LARGE_SIDE, THUMBNAIL_SIDE, load_file_thumbnail
 from ..workbench import JSONAnswer, get_workbench, render_page
-from .card import describe_plan, format_devices, format_duration
 from .caption_model import KNOWN_MODELS, build_caption_command, find_caption_models, start_captioning
+from .card import describe_plan, format_devices, format_duration
 from .mends import CropChoice, MendLog, convert_picture, crop_picture, remove_picture, rotate_picture
 from .model_choices import DEMO, ModelChoice, build_model_values, find_choice, list_choices
 from .picture_check import build_assigner, export_folder, export_picture, find_picture
@@ -197,8 +200,6 @@ def send_pictures(request: Request) -> Response:
 
 def send_picture(request: Request) -> Response:
     """A picture of a project as a thumbnail; its address has the time of its file, so the browser may keep it."""
-    from ..thumbnails import LARGE_SIDE, THUMBNAIL_SIDE, load_file_thumbnail
-
     workbench = get_workbench(request)
     project = workbench.projects.open(request.path_params["key"])
     path = find_picture(project, workbench.folders, request.query_params.get("path", ""))
@@ -259,7 +260,9 @@ def start_caption_model(request: Request, body: Mapping[str, Any]) -> Response:
         raise UserError("choose a model that writes captions")
     words = build_caption_command(project, name, str(body.get("trigger_word", "")), str(body.get("if_exists", "keep")))
     editor = workbench.get_editor(pictures)
-    return JSONAnswer(start_captioning(editor, workbench.commands, words, project.find_caption_extension()).export_json())
+    return JSONAnswer(
+        start_captioning(editor, workbench.commands, words, project.find_caption_extension()).export_json()
+    )
 
 
 def choose_model(request: Request, body: Mapping[str, Any]) -> Response:
@@ -297,8 +300,6 @@ def send_card(request: Request) -> Response:
 
 def start_card_plan(request: Request, body: Mapping[str, Any]) -> Response:
     """Ask the planner what fits into a memory, and take it as the memory of the card."""
-    from ...config.types import MemorySize
-
     workbench = get_workbench(request)
     project = workbench.projects.open(request.path_params["key"])
     try:
@@ -338,8 +339,6 @@ def check_project(request: Request, body: Mapping[str, Any]) -> Response:
     form = check_run(workbench, project, build_run_values(workbench, project))
     settings_file = form.output_dir / f"{form.output_name}.toml"
     words = build_command(settings_file, 1, form.precision)
-    from ...config.operating_systems import join_words
-
     return JSONAnswer(
         {
             "problems": form.export_problems(),
