@@ -114,7 +114,7 @@ def _join(words: Sequence[str]) -> str:
     return ", ".join(words)
 
 
-def format_duration(seconds: float) -> str:
+def describe_duration(seconds: float) -> str:
     """Format a time as people say it."""
     if seconds < 90:
         return f"{max(1, round(seconds))} seconds"

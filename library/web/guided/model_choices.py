@@ -50,10 +50,11 @@ class ModelChoice:
 
 def list_choices(folders: OpenedFolders) -> list[ModelChoice]:
     """List all models: the built-in one first, then what is on this machine, then families of the hub."""
-    return [_build_demo(), *_iter_local_models(folders), *_iter_cached_models(), *_iter_hub_models()]
+    return [build_demo_choice(), *_iter_local_models(folders), *_iter_cached_models(), *_iter_hub_models()]
 
 
-def _build_demo() -> ModelChoice:
+def build_demo_choice() -> ModelChoice:
+    """Build the choice of the model that comes with the program, with which every LoRA begins."""
     sentence = "A tiny model that comes with the program and draws emoji: try all five steps with it in a few minutes."
     return ModelChoice(DEMO, "Demo model", sentence, DEMO, "built in", facts="no card and no download needed")
 
@@ -75,10 +76,10 @@ def _detect_choice(model: str, title: str, identity: str, place: str, size: int)
         family = detect_model(model).family
     except (UserError, OSError) as error:
         reason = str(error.problems[0]) if isinstance(error, UserError) and error.problems else str(error)
-        return ModelChoice(identity, title, reason, "", place, model, size, is_usable=False)
+        return ModelChoice(identity, title, reason, "", place, where=model, size=size, is_usable=False)
     facts = FAMILY_FACTS.get(family)
     sentence = "" if facts is None else f"{facts.title}. {describe_family(family, facts)}"
-    return ModelChoice(identity, title, sentence, family, place, model, size)
+    return ModelChoice(identity, title, sentence, family, place, where=model, size=size)
 
 
 def _iter_hub_models() -> Iterator[ModelChoice]:
@@ -109,7 +110,7 @@ def _measure_size(path: Path) -> int:
 def build_model_values(choice: ModelChoice, memory: str = "") -> dict[str, Any]:
     """Build the settings with which a LoRA of a model begins; ``memory`` is that of the card, if there is one."""
     preset = PRESETS.get(choice.family) or FamilyPreset(choice.title, "", PRESETS["sd1"].settings)
-    values = {**preset.build_values(), "seed": "1"}
+    values = {**preset.build_values(), "seed": "1", "enable_bucket": True}
     values.pop("pretrained_model_name_or_path", None)
     if choice.family == DEMO:
         return values | DEMO_BUCKETS | {"train_batch_size": "8", "save_every_n_steps": "100"}

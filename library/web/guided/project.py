@@ -106,13 +106,20 @@ class Project:
     def count_pictures(self) -> int:
         return sum(len(each.names) for each in self.list_folders() if not each.is_reg)
 
+    def has_own_pictures(self) -> bool:
+        """Whether the folder itself has pictures, or folders in the order of kohya's programs."""
+        return any(
+            each.path == self.source or parse_folder_name(each.path.name) or each.path.parent != self.source
+            for each in self.list_folders()
+        )
+
     def has_masks(self) -> bool:
         return any(each.has_all_masks for each in self.list_folders())
 
     def format_dataset(self) -> str:
         """Format the dataset file."""
         lines = [HEADER.rstrip(), "", "[general]", f"caption_extension = {_quote(self.find_caption_extension())}"]
-        dataset = {"enable_bucket": True, **{key: self.values[key] for key in DATASET_KEYS if key in self.values}}
+        dataset = {key: self.values[key] for key in DATASET_KEYS if key in self.values}
         lines += ["", "[[datasets]]", *(f"{key} = {_format_setting(key, value)}" for key, value in dataset.items())]
         for each in self.list_folders():
             lines += ["", "  [[datasets.subsets]]", f"  image_dir = {_quote(self._format_path(each.path))}"]
@@ -197,10 +204,11 @@ def _read_picture_folder(path: Path, source: Path, **facts: Any) -> PictureFolde
 def _list_pictures(folder: Path) -> list[str]:
     try:
         with os.scandir(folder) as entries:
-            found = [entry.name for entry in entries if not entry.name.startswith(".") and is_image_file(entry.name)]
+            # links may lead out of the opened folders: training reads them, the page does not
+            visible = [each.name for each in entries if not each.name.startswith(".") and not each.is_symlink()]
     except OSError:
         return []
-    return sorted(name for name in found if name.isprintable())
+    return sorted(name for name in visible if is_image_file(name) and name.isprintable())
 
 
 def _list_subfolders(folder: Path) -> list[Path]:

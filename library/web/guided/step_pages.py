@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,10 @@ from ..run_form import list_field_groups
 from ..thumbnails import LARGE_SIDE, THUMBNAIL_SIDE, load_file_thumbnail
 from ..workbench import JSONAnswer, get_workbench, render_page
 from .caption_model import KNOWN_MODELS, build_caption_command, find_caption_models, start_captioning
-from .card import describe_plan, format_devices, format_duration
+from .card import describe_duration, describe_plan, format_devices
 from .mends import CropChoice, MendLog, convert_picture, crop_picture, remove_picture, rotate_picture
-from .model_choices import DEMO, ModelChoice, build_model_values, find_choice, list_choices
-from .picture_check import build_assigner, export_folder, export_picture, find_picture
+from .model_choices import DEMO, build_demo_choice, build_model_values, find_choice, list_choices
+from .picture_check import CheckedPicture, build_assigner, export_folder, export_picture, find_picture
 from .plain_words import FIRST_FIELDS
 from .project import PROMPTS_FILE, Project
 from .run_settings import build_run_values, check_run, list_speeds
@@ -37,6 +37,9 @@ STEPS = (
     ("start", "Start"),
 )
 MAX_FOLDERS_LISTED = 300
+HIDDEN_FOLDERS = ("sample", "mask", "masks")
+"""Folders of previews and masks, of which nobody makes a LoRA."""
+
 MAX_MENDED = 5000
 
 
@@ -75,8 +78,12 @@ def _build_frame(step: str, project: Project | None, key: str) -> dict[str, Any]
 
 def _list_captions_values(request: Request, project: Project) -> dict[str, Any]:
     workbench = get_workbench(request)
+    if not project.count_pictures():
+        raise UserError("there are no pictures yet: go back to the first step")
     project.write_dataset()
-    workbench.pictures.open(project.dataset_path, is_again=True)
+    pictures = workbench.pictures.open(project.dataset_path)
+    if not workbench.get_editor(pictures).is_busy:  # pictures may have been mended since
+        workbench.pictures.open(project.dataset_path, is_again=True)
     found = find_caption_models(workbench.folders)
     models = [(workbench.folders.make_key(path), workbench.folders.format_path(path)) for path in found]
     return {"models": models, "known_models": KNOWN_MODELS, "dataset": workbench.folders.make_key(project.dataset_path)}
@@ -95,7 +102,7 @@ def _list_model_values(request: Request, project: Project) -> dict[str, Any]:
 def _list_card_values(request: Request, project: Project) -> dict[str, Any]:
     speeds = list_speeds(get_workbench(request), project)
     steps = int(str(build_run_values(get_workbench(request), project).get("max_train_steps", "0")) or 0)
-    durations = [(name, format_duration(steps / speed)) for name, speed in speeds]
+    durations = [(name, describe_duration(steps / speed)) for name, speed in speeds]
     return {"memory": str(project.values.get("gpu_memory", "")), "durations": durations, "model": _name_model(project)}
 
 
@@ -116,7 +123,7 @@ def _name_model(project: Project) -> str:
     return str(project.values.get("pretrained_model_name_or_path", "")) or "the demo model"
 
 
-_STEP_VALUES = {
+_STEP_VALUES: Mapping[str, Callable[[Request, Project], dict[str, Any]]] = {
     "pictures": lambda request, project: {},
     "captions": _list_captions_values,
     "model": _list_model_values,
@@ -134,12 +141,8 @@ def create_project(request: Request, body: Mapping[str, Any]) -> Response:
         if not source.is_dir():
             raise UserError("this folder is no longer there; reload the page")
     name = str(body.get("name", "")) or (source.name if source is not None else "my-lora")
-    project = workbench.projects.create(name, source, build_model_values(_get_demo(workbench)))
+    project = workbench.projects.create(name, source, build_model_values(build_demo_choice()))
     return JSONAnswer({"key": workbench.folders.make_key(project.folder), "name": project.name})
-
-
-def _get_demo(workbench: Any) -> ModelChoice:
-    return find_choice(workbench.folders, DEMO)
 
 
 async def upload_file(request: Request) -> Response:
@@ -166,15 +169,13 @@ def list_machine_folders(request: Request) -> Response:
     return JSONAnswer({"folders": found})
 
 
-def _iter_machine_folders(request: Request) -> Any:
+def _iter_machine_folders(request: Request) -> Iterator[tuple[Path, int]]:
     workbench = get_workbench(request)
     for folder, entries in workbench.folders.walk():
-        if folder == workbench.projects.root or workbench.projects.root in folder.parents:
-            continue
-        if any(entry.is_dir(follow_symlinks=False) for entry in entries) or entries:
-            count = Project(folder, folder).count_pictures()
-            if count:
-                yield folder, count
+        is_own = workbench.projects.root in (folder, *folder.parents)
+        project = Project(folder, folder)
+        if entries and not is_own and folder.name.lower() not in HIDDEN_FOLDERS and project.has_own_pictures():
+            yield folder, project.count_pictures()
 
 
 def send_pictures(request: Request) -> Response:
@@ -226,7 +227,12 @@ def mend_pictures(request: Request, body: Mapping[str, Any]) -> Response:
     return JSONAnswer({"count": len(chosen), "num_undo": len(log.list_mends())})
 
 
-_MENDS = {"rotate": rotate_picture, "convert": convert_picture, "remove": remove_picture, "crop": crop_picture}
+_MENDS: Mapping[str, Callable[[MendLog, CheckedPicture, CropChoice], None]] = {
+    "rotate": rotate_picture,
+    "convert": convert_picture,
+    "remove": remove_picture,
+    "crop": crop_picture,
+}
 
 
 def _parse_position(value: Any) -> float:
@@ -302,18 +308,29 @@ def start_card_plan(request: Request, body: Mapping[str, Any]) -> Response:
     """Ask the planner what fits into a memory, and take it as the memory of the card."""
     workbench = get_workbench(request)
     project = workbench.projects.open(request.path_params["key"])
-    try:
-        memory = str(MemorySize.parse(str(body.get("memory", ""))))
-    except ValueError as error:
-        raise UserError(f"memory: {error}") from None
-    if project.model not in ("", DEMO):
-        project.values["gpu_memory"] = memory
-        project.save()
+    memory = _take_memory(project, body)
     form = check_run(workbench, project, build_run_values(workbench, project))
     if form.problems:
         raise UserError(*form.problems)
     words = [sys.executable, "-m", "library", "plan", "--json", "--world_size", "1", "--gpu_memory", memory]
     return JSONAnswer({"id": workbench.commands.start(words, form.toml), "memory": memory})
+
+
+def take_card(request: Request, body: Mapping[str, Any]) -> Response:
+    """Take the memory of the card, by which the run chooses what makes it fit."""
+    project = get_workbench(request).projects.open(request.path_params["key"])
+    return JSONAnswer({"memory": _take_memory(project, body)})
+
+
+def _take_memory(project: Project, body: Mapping[str, Any]) -> str:
+    try:
+        memory = str(MemorySize.parse(str(body.get("memory", ""))))
+    except ValueError as error:
+        raise UserError(f"memory: {error}") from None
+    if project.model not in ("", DEMO) and project.values.get("gpu_memory") != memory:
+        project.values["gpu_memory"] = memory
+        project.save()
+    return memory
 
 
 def send_card_plan(request: Request) -> Response:
@@ -388,6 +405,7 @@ ROUTES = (
     Route("/api/train/model/{key:path}", take_json(choose_model), methods=["POST"]),
     Route("/api/train/card", take_json(find_card), methods=["POST"]),
     Route("/api/train/card/{id}", send_card),
+    Route("/api/train/memory/{key:path}", take_json(take_card), methods=["POST"]),
     Route("/api/train/plan/{key:path}", take_json(start_card_plan), methods=["POST"]),
     Route("/api/train/advice/{id}", send_card_plan),
     Route("/api/train/check/{key:path}", take_json(check_project), methods=["POST"]),

@@ -11,7 +11,7 @@
       const answer = await ask(`/api/train/card/${id}`);
       if (!answer.is_running) {
         byId("card-text").textContent = answer.text;
-        if (answer.memory && !byId("memory").value) byId("memory").value = answer.memory;
+        if (answer.memory) byId("memory").value = answer.memory;
         return;
       }
       await wait(400);
@@ -43,6 +43,12 @@
   }
 
   byId("ask").addEventListener("click", askPlanner);
+  byId("next-step").addEventListener("click", async (event) => {
+    if (!byId("memory").value.trim()) return;
+    event.preventDefault();
+    try { await ask(`/api/train/memory/${key}`, { memory: byId("memory").value }); location.href = byId("next-step").href; }
+    catch (error) { showProblems(byId("step-problems"), listProblems(error)); }
+  });
   byId("memory").addEventListener("keydown", (event) => { if (event.key === "Enter") askPlanner(); });
   byId("stop").addEventListener("click", () => { if (running) ask(`/api/commands/${running}/stop`, {}).catch(() => {}); });
   findCard().catch((error) => { byId("card-text").textContent = listProblems(error).join("\n"); });

@@ -16,7 +16,7 @@
   function collect() {
     const values = {};
     for (const [name, control] of controls) {
-      if (control.type === "checkbox") { if (control.checked !== control.defaultChecked) values[name] = control.checked; }
+      if (control.type === "checkbox") { if (control.checked !== control.defaultChecked || name in start.values) values[name] = control.checked; }
       else if (control.value.trim() !== "") values[name] = control.value.trim();
     }
     return { values, prompts: byId("prompts").value };
