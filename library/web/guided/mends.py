@@ -181,9 +181,8 @@ def encode_picture(image: "Image", extension: str) -> bytes:
     if kind is None:
         raise UserError(f"{extension}: this format is not written here; convert the picture to PNG first")
     data = io.BytesIO()
-    options: dict[str, Any] = {"JPEG": {"quality": JPEG_QUALITY, "subsampling": 0}, "WEBP": {"lossless": True}}.get(
-        kind, {}
-    )
+    options: dict[str, Any] = {"quality": JPEG_QUALITY, "subsampling": 0} if kind == "JPEG" else {}
+    options |= {"lossless": True} if kind == "WEBP" else {}
     if (profile := image.info.get("icc_profile")) and kind != "BMP":
         options = options | {"icc_profile": profile}
     if kind == "JPEG" and image.mode not in ("RGB", "L", "CMYK"):

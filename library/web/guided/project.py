@@ -191,6 +191,8 @@ def _read_named_folder(path: Path, source: Path, *, is_reg: bool = False) -> Pic
 
 def _read_picture_folder(path: Path, source: Path, **facts: Any) -> PictureFolder:
     names = _list_pictures(path)
+    if facts.get("is_reg"):  # whose whole pictures keep what the model knows
+        return PictureFolder(path, names, **facts)
     candidates = [path / name for name in MASK_FOLDERS]
     candidates += [source / name / path.name for name in MASK_FOLDERS] + [source / name for name in MASK_FOLDERS]
     for folder in candidates if names else ():

@@ -1,10 +1,12 @@
 """The run of a project: its settings as the form has them, their checks, and how fast earlier runs were."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import UserError
+from ...problems import Problem
 from ...training.output_lock import has_final_output
 from ..folders import format_setting_path
 from ..run_form import CheckedForm
@@ -13,7 +15,7 @@ from .project import DATASET_KEYS, OUTPUT_FOLDER, PROMPTS_FILE, Project
 if TYPE_CHECKING:
     from ..workbench import Workbench
 
-MAX_SPEEDS = 3
+MAX_SPEEDS, MAX_NAMES = 3, 5
 
 
 def build_run_values(workbench: "Workbench", project: Project) -> dict[str, Any]:
@@ -54,7 +56,17 @@ def check_run(workbench: "Workbench", project: Project, values: Mapping[str, Any
         own = {name: value for name, value in own.items() if not name.startswith("sample_")}
     if project.has_masks():
         own["masked_loss"] = True
-    return workbench.forms.check(own)
+    form = workbench.forms.check(own)
+    return replace(form, problems=[*form.problems, *_find_broken_pictures(workbench, project)])
+
+
+def _find_broken_pictures(workbench: "Workbench", project: Project) -> Iterator[Problem]:
+    """Find pictures that would stop the run, as far as they were looked at."""
+    pictures = workbench.get_check(project).pictures
+    names = [each.path.name for each in pictures if each.inspected.defect and each.path.exists()]
+    if names:
+        shown = ", ".join(names[:MAX_NAMES]) + (", …" if len(names) > MAX_NAMES else "")
+        yield Problem("dataset_config", f"broken pictures would stop the run: {shown}", "remove them in the first step")
 
 
 def list_speeds(workbench: "Workbench", project: Project) -> list[tuple[str, float]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from faulty_pictures import draw_picture, write_faulty_pictures
-from PIL import Image, ImageStat
+from PIL import Image, ImageChops, ImageStat
 from web_pages import ORIGIN, open_page
 
 from library.config.schema_data import DataConfig
@@ -91,7 +91,7 @@ def test_each_fault_is_told_and_mended_and_undone(root, faulty):
         right = draw_picture(3, (600, 120)).crop((600 - narrow.width, 0, 600, 120))
         assert narrow.tobytes() == right.tobytes(), "position 1 keeps the right end"
     with Image.open(photos / "01_print.png") as print_colors, Image.open(photos / "04_glass.png") as glass:
-        assert print_colors.mode == glass.mode == "RGB" and min(glass.getpixel((160, 128))) == 255
+        assert print_colors.mode == glass.mode == "RGB" and min(glass.getpixel((160, 128))) > 245
     gone = {"01_print.jpg", "02_small.png", "02_small.txt", "05_broken.jpg", "05_broken.txt", "06_like_07.png"}
     gone |= {"06_like_07.txt", "24_copy.png", "24_copy.txt"}
     assert {path.name for path in photos.iterdir()} == before.keys() - gone | {"01_print.png"}
@@ -115,11 +115,12 @@ def test_a_mend_is_not_undone_over_the_work_of_another_program(root, faulty):
 
 def test_a_mend_that_fails_changes_nothing(root, faulty):
     page, key = faulty
+    draw_picture(30).convert("CMYK").save(root / "photos" / "zz.jpg")
+    draw_picture(31).save(root / "photos" / "zz.png")
     look(page, key)
-    (root / "photos" / "01_print.png").write_bytes(b"of another program")
     before = {path.name: path.read_bytes() for path in (root / "photos").iterdir()}
 
-    body = {"mend": "convert", "paths": ["04_glass.png", "01_print.jpg"]}
+    body = {"mend": "convert", "paths": ["01_print.jpg", "zz.jpg"]}
     answer = page.post(f"/api/train/mend/{key}", json=body)
     assert answer.status_code == 400 and "is there already" in answer.json()["error"]
     assert {path.name: path.read_bytes() for path in (root / "photos").iterdir()} == before
@@ -289,9 +290,14 @@ def test_models_on_this_machine_are_listed_with_their_size_and_chosen(root, faul
 def test_the_files_are_written_checked_and_shown(root, faulty):
     page, key = faulty
     values = Project.load(root / "loras" / "photos").values | {"max_train_steps": "7", "resolution": "128"}
+    look(page, key)
+    broken = page.post(f"/api/train/check/{key}", json={"values": values, "prompts": ""}).json()["problems"]
+    assert [each["field"] for each in broken] == ["dataset_config"] and "05_broken.jpg" in broken[0]["text"]
+    page.post(f"/api/train/mend/{key}", json={"mend": "remove", "paths": ["05_broken.jpg"]})
+    look(page, key)
     answer = page.post(f"/api/train/check/{key}", json={"values": values, "prompts": "a bird"}).json()
 
-    assert answer["problems"] == [] or "05_broken" in answer["problems"][0]["text"]
+    assert answer["problems"] == []
     assert (root / "loras/photos/dataset.toml").read_text() == answer["dataset"]
     assert "resolution = 128" in answer["dataset"] and "resolution" not in answer["run"]
     assert 'sample_prompts = "loras/photos/prompts.txt"' in answer["run"] and "max_train_steps = 7" in answer["run"]
@@ -303,11 +309,12 @@ def test_the_files_are_written_checked_and_shown(root, faulty):
     assert page.post(f"/api/train/start/{key}", json={"values": {"network_dim": "x"}}).status_code == 400
 
 
+@pytest.mark.slow
 def test_a_caption_model_writes_and_is_undone(root):
     pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
     shutil.copytree(TAGGER, root / "models" / "tagger")
     (root / "photos").mkdir()
-    for name, color in (("red", (250, 0, 0)), ("blue", (0, 0, 250)), ("gray", (128, 128, 128))):
+    for name, color in (("red", (250, 0, 0)), ("blue", (0, 0, 250))):
         Image.new("RGB", (96, 96), color).save(root / "photos" / f"{name}.png")
     (root / "photos" / "blue.txt").write_text("mine\n")
     page = open_page(root)
@@ -326,9 +333,9 @@ def test_a_caption_model_writes_and_is_undone(root):
     assert page.post(f"/api/train/caption/{key}", json=body).status_code == 200
     assert wait()["count"] == 2
     texts = {path.name: path.read_text() for path in (root / "photos").glob("*.txt")}
-    assert texts == {"red.txt": "red_hair, ^_^\n", "blue.txt": "hatsune_(blue)\n"}, "for gray the tagger has no tag"
+    assert texts == {"red.txt": "red_hair, ^_^\n", "blue.txt": "hatsune_(blue)\n"}
     captions = {row["name"]: row["caption"] for row in page.get(f"/api/pictures/rows/{dataset}").json()["rows"]}
-    assert [*captions.values()] == ["hatsune_(blue)", "", "red_hair, ^_^"]
+    assert [*captions.values()] == ["hatsune_(blue)", "red_hair, ^_^"]
     page.post(f"/api/pictures/undo/{dataset}", json={})
     wait()
     assert {path.name: path.read_text() for path in (root / "photos").glob("*.txt")} == {"blue.txt": "mine\n"}
@@ -362,14 +369,12 @@ def test_the_advice_of_the_planner_is_put_into_words():
     assert format_devices({"cards": [], "cores": 2, "memory": 4 * GB})[1] == ""
 
 
-def test_lightness_of_a_mend_survives(root, faulty):
-    """A photograph that is turned upright is the same picture, but for its compression."""
+def test_a_photograph_that_is_turned_upright_is_the_same_picture(root, faulty):
     page, key = faulty
     look(page, key)
     with Image.open(root / "photos" / "00_turned.jpg") as before:
         upright = before.convert("RGB").transpose(Image.Transpose.ROTATE_270)
     page.post(f"/api/train/mend/{key}", json={"mend": "rotate", "paths": ["00_turned.jpg"]})
     with Image.open(root / "photos" / "00_turned.jpg") as after:
-        difference = ImageStat.Stat(Image.blend(upright, after.convert("RGB"), 0.5)).mean
-        expected = ImageStat.Stat(upright).mean
-    assert difference == pytest.approx(expected, abs=0.5)
+        difference = ImageStat.Stat(ImageChops.difference(upright, after.convert("RGB"))).mean
+    assert max(difference) < 1.5, "but for its compression"
