@@ -88,10 +88,12 @@ def _iter_hub_models() -> Iterator[ModelChoice]:
         facts = FAMILY_FACTS.get(name) or FAMILY_FACTS.get("flux2_klein")
         if name == DEMO or facts is None or not preset.model or preset.model in cached:
             continue
+        if facts.pipeline.kind in BEYOND_CLICKS:
+            continue
         family = name if name in FAMILY_FACTS else "flux2_klein"
         choice = ModelChoice(f"hub:{preset.model}", preset.title, describe_family(family, facts), family, "hub")
-        size = format_parameters(facts) if name in FAMILY_FACTS else ""
-        yield replace(choice, where=preset.model, facts=size, is_usable=facts.pipeline.kind not in BEYOND_CLICKS)
+        size = format_parameters(facts) if preset.title == facts.title else ""
+        yield replace(choice, where=preset.model, facts=size)
 
 
 def _measure_size(path: Path) -> int:

@@ -1,4 +1,4 @@
-"""Words for people: labels of options and a sentence for each family, where the names say little to a beginner."""
+"""Words for people: labels of options and a sentence for each family, where names say little to a beginner."""
 
 from collections.abc import Mapping
 
@@ -39,24 +39,28 @@ FAMILY_SENTENCES: Mapping[str, str] = {
     "lumina2": "Small and free, with good drawings.",
     "kolors": "An SDXL that understands Chinese.",
     "hidream": "Large, with four text encoders; very good at following texts.",
+    "aura_flow": "Free, and good at following texts.",
+    "ovis_image": "Made for words in pictures.",
+    "longcat_image": "Small for its quality; follows texts in English and Chinese.",
+    "ernie_image": "Train on the base model: the Turbo loses its few steps.",
+    "krea2": "Photographs with a natural look; train on Raw: the Turbo loses its few steps.",
+    "cogview4": "Follows texts in English and Chinese.",
+    "pixart_sigma": "Very small; one of the lightest to train.",
     "wan": "Short videos; trained on pictures it learns what things look like.",
     "hunyuan_video": "Videos; trained on pictures it learns what things look like.",
     "ltx_video": "Quick, short videos on small cards.",
 }
 
 _KINDS = {
-    "image": "Makes pictures from a text",
-    "edit": "Edits pictures by a text; it is trained on pairs of pictures",
-    "video": "Makes videos; trained on pictures it learns what things look like",
+    "image": "Makes pictures from a text.",
+    "edit": "Changes a picture that it is given; it is trained on pairs of pictures.",
+    "video": "Makes videos; trained on pictures it learns what things look like.",
 }
 
 
 def describe_family(name: str, facts: FamilyFacts) -> str:
     """Return one sentence about a family; made from its facts where none was written."""
-    if name in FAMILY_SENTENCES:
-        return FAMILY_SENTENCES[name]
-    notes = f": {facts.notes}" if facts.notes else ""
-    return f"{_KINDS[facts.pipeline.kind]}{notes}."
+    return FAMILY_SENTENCES.get(name) or _KINDS[facts.pipeline.kind]
 
 
 def format_parameters(facts: FamilyFacts) -> str:

@@ -113,6 +113,15 @@ class Project:
             for each in self.list_folders()
         )
 
+    def list_prompts(self) -> list[str]:
+        """List the lines of the file of prompts; those of the built-in model get the size that it knows."""
+        lines = [line.strip() for line in self.prompts.splitlines() if line.strip()]
+        if self.values.get("pretrained_model_name_or_path"):
+            return lines
+        side = str(self.values.get("resolution", ""))
+        size = f" --w {side} --h {side}" if side.isdecimal() else ""
+        return [line if "--w" in line.split() else f"{line}{size}" for line in lines]
+
     def has_masks(self) -> bool:
         return any(each.has_all_masks for each in self.list_folders())
 

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ...atomic_files import write_atomic
 from ...config.operating_systems import join_words
 from ...config.types import MemorySize
 from ...errors import UserError
@@ -387,8 +388,8 @@ def _take_settings(project: Project, body: Mapping[str, Any]) -> None:
     kept = {name: value for name, value in values.items() if isinstance(value, (str, bool))}
     project.values, project.prompts = kept, prompts
     project.save()
-    if prompts.strip():
-        (project.folder / PROMPTS_FILE).write_text(prompts.strip() + "\n", "utf-8")
+    if lines := project.list_prompts():
+        write_atomic(project.folder / PROMPTS_FILE, ("\n".join(lines) + "\n").encode())
 
 
 ROUTES = (

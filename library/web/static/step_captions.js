@@ -14,22 +14,29 @@
     byId("undo").textContent = state.num_undo ? `Undo (${state.num_undo})` : "Undo";
     const missing = state.warnings.find((each) => each.id === "no caption")?.count ?? 0;
     byId("summary").textContent = missing ? `${missing} of ${state.total} have no caption.` : `All ${state.total} have a caption.`;
-    const rows = Math.max(PAGE, byId("caption-list").children.length);
-    byId("caption-list").replaceChildren();
-    await showRows(rows);
+    const rows = await readRows(0, Math.max(PAGE, byId("caption-list").children.length));
+    byId("caption-list").replaceChildren(...rows);
+    byId("more").hidden = rows.length >= total;
   }
 
-  async function showRows(count) {
-    const list = byId("caption-list");
-    for (let wanted = count; wanted > 0; wanted -= 400) {
-      const answer = await ask(`${api("rows")}?${new URLSearchParams({ from: list.children.length, count: Math.min(wanted, 400) })}`);
+  async function readRows(from, count) {
+    const rows = [];
+    while (rows.length < count) {
+      const answer = await ask(`${api("rows")}?${new URLSearchParams({ from: from + rows.length, count: Math.min(count - rows.length, 400) })}`);
       total = answer.total;
-      list.append(...answer.rows.map(makeRow));
-      if (list.children.length >= total) break;
+      rows.push(...answer.rows.map(makeRow));
+      if (from + rows.length >= total) break;
     }
-    byId("more").hidden = list.children.length >= total;
+    return rows;
   }
-  byId("more").addEventListener("click", () => showRows(PAGE).catch(fail));
+  byId("more").addEventListener("click", async () => {
+    try {
+      const list = byId("caption-list"), rows = await readRows(list.children.length, PAGE);
+      list.append(...rows);
+      byId("more").hidden = list.children.length >= total;
+      rows[0]?.querySelector("textarea").focus();
+    } catch (error) { fail(error); }
+  });
 
   function makeRow(row) {
     const id = `c-${row.index}`, saved = make("span", { className: "saved" });
@@ -79,9 +86,9 @@
     try {
       await start();
       const work = await followWork();
+      await load();
       if (work.problems?.length) showProblems(byId("step-problems"), work.problems);
       else byId("result").textContent = describe(work.count ?? 0);
-      await load();
     } catch (error) { fail(error); }
     button.disabled = button.id === "undo" && !/\d/.test(button.textContent);
     returnFocus(button, document.querySelector("#caption-list textarea"));

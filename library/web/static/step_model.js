@@ -17,7 +17,7 @@
   });
   byId("find").addEventListener("input", (event) => {
     const words = event.target.value.toLowerCase().split(/\s+/);
-    for (const choice of form.querySelectorAll(".choice")) choice.hidden = !words.every((word) => choice.textContent.toLowerCase().includes(word));
-    for (const group of form.querySelectorAll("fieldset")) group.hidden = !group.querySelector(".choice:not([hidden])");
+    for (const choice of form.querySelectorAll(".option-card")) choice.hidden = !words.every((word) => choice.textContent.toLowerCase().includes(word));
+    for (const group of form.querySelectorAll("fieldset")) group.hidden = !group.querySelector(".option-card:not([hidden])");
   });
 })();

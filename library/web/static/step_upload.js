@@ -97,7 +97,7 @@ const stepKey = byId("project").dataset.key;
     try {
       const { folders } = await ask("/api/train/folders");
       byId("machine-folders").replaceChildren(...folders.map((each) => {
-        const button = make("button", { type: "button", className: "choice" }, make("span", {}, make("strong", { textContent: each.path }),
+        const button = make("button", { type: "button", className: "option-card" }, make("span", {}, make("strong", { textContent: each.path }),
           make("span", { className: "sentence", textContent: each.count === 1 ? "1 picture" : `${each.count} pictures` })));
         button.addEventListener("click", async () => {
           try { location.href = `/train/pictures/${encodeKey((await ask("/api/train/new", { folder: each.key })).key)}`; }

@@ -301,6 +301,7 @@ def test_the_files_are_written_checked_and_shown(root, faulty):
     assert (root / "loras/photos/dataset.toml").read_text() == answer["dataset"]
     assert "resolution = 128" in answer["dataset"] and "resolution" not in answer["run"]
     assert 'sample_prompts = "loras/photos/prompts.txt"' in answer["run"] and "max_train_steps = 7" in answer["run"]
+    assert (root / "loras/photos/prompts.txt").read_text() == "a bird --w 128 --h 128\n"
     assert answer["command"].endswith("--config_file loras/photos/output/photos.toml")
     wrong = page.post(f"/api/train/check/{key}", json={"values": {"network_dim": "x", "output_name": "../a"}}).json()
     assert {each["field"] for each in wrong["problems"]} >= {"network_dim", "output_name"}

@@ -109,7 +109,7 @@ def test_pictures_with_faults_become_a_lora_in_five_pages(window, tmp_path):
     window.wait_for("document.querySelector('#start').disabled && document.querySelector('.field.bad')")
     for name, text in {"max_train_steps": "8", "sample_every_n_steps": "8"}.items():
         window.fill(f"#o-{name}", text)
-    window.fill("#prompts", "mika_person, picture 07")
+    window.fill("#prompts", "mika_person, picture 07 --s 4")
     window.wait_for_text("Nothing is wrong")
     window.wait_for("!document.querySelector('#start').disabled")
     check_looks(window, "web_step_start", 960)
