@@ -14,6 +14,7 @@ from ...dataloader.invalid_images import CROP_WARNING_FRACTION, UPSCALE_WARNING_
 from ...dataset.caption_files import decode_utf8
 from ...dataset.dataset_config import load_dataset_config
 from ...dataset.image_inspection import InspectedImage, inspect_image
+from ...errors import UserError
 from ..background import BackgroundWork
 from ..folders import OpenedFolders
 from .project import PictureFolder, Project
@@ -110,13 +111,18 @@ class PictureCheck:
                 if work is not None:
                     work.report(work.title, len(found), total)
                 path = folder.path / name
-                inspected, looks = self._inspect(path)
+                inspected, looks = self._look(path)
                 file = captions.get(path.stem)
                 caption = folder.class_tokens if file is None else _read_caption(file)
                 found.append(CheckedPicture(path, folder, inspected, caption, looks))
         return list_faults(found, build_assigner(self.project))
 
-    def _inspect(self, path: Path) -> tuple[InspectedImage, int | None]:
+    def require_readable(self, path: Path) -> None:
+        """Raise unless the file is a picture of a format that is decoded, whatever its name says."""
+        if defect := self._look(path)[0].defect:
+            raise UserError(f"{path.name} {defect.text}")
+
+    def _look(self, path: Path) -> tuple[InspectedImage, int | None]:
         try:
             status = path.stat()
             key = path, status.st_size, status.st_mtime_ns

@@ -205,6 +205,7 @@ def send_picture(request: Request) -> Response:
     workbench = get_workbench(request)
     project = workbench.projects.open(request.path_params["key"])
     path = find_picture(project, workbench.folders, request.query_params.get("path", ""))
+    workbench.get_check(project).require_readable(path)
     data = load_file_thumbnail(path, LARGE_SIDE if "large" in request.query_params else THUMBNAIL_SIDE)
     return Response(data, media_type="image/webp", headers={"Cache-Control": "private, max-age=86400"})
 
@@ -221,6 +222,9 @@ def mend_pictures(request: Request, body: Mapping[str, Any]) -> Response:
     chosen = [each for each in check.pictures if each.path in wanted]
     if len(chosen) != len(wanted):
         raise UserError("the pictures have changed; reload the page")
+    for path in (each for picture in chosen for each in (picture.path, picture.mask)):
+        if mend != "remove" and path is not None:
+            check.require_readable(path)
     crop = CropChoice(build_assigner(project), _parse_position(body.get("position", 0.5)))
     log = MendLog(project.folder)
     log.run(lambda log: [_MENDS[mend](log, picture, crop) for picture in chosen])

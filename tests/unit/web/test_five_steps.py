@@ -249,6 +249,22 @@ def test_pictures_outside_of_the_project_are_neither_shown_nor_mended(root, faul
     assert page.get(f"/train/pictures/{key}").status_code == 403
 
 
+def test_a_document_under_the_name_of_a_picture_is_not_decoded(root, faulty):
+    """Pillow would run Ghostscript on it."""
+    page, key = faulty
+    (root / "photos" / "eps.png").write_bytes(encode(draw_picture(1), "EPS"))
+    (root / "photos" / "masks").mkdir()
+    for name in [path.name for path in (root / "photos").glob("*.*g")]:
+        shutil.copy(root / "photos" / "eps.png", root / "photos" / "masks" / name)
+    assert list_faults(look(page, key))["eps.png"] == ["broken"]
+
+    answer = page.get(f"/train-picture/{key}", params={"path": "eps.png"})
+    assert answer.status_code == 400 and "PostScript" in answer.text
+    for mend, path in (("convert", "eps.png"), ("crop", "03_narrow.png")):  # whose mask it is
+        answer = page.post(f"/api/train/mend/{key}", json={"mend": mend, "paths": [path]})
+        assert (answer.status_code == 400 and "eps.png" in answer.text) or "03_narrow.png is" in answer.text
+
+
 def test_every_step_is_a_page_and_the_twelve_fields_come_first(root, faulty):
     page, key = faulty
     texts = {step: page.get(f"/train/{step}/{key}") for step in ("pictures", "captions", "model", "card", "start")}
