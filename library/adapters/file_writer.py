@@ -58,7 +58,7 @@ def write_adapter_file(
 
 
 def write_embedding_file(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write and verify a file of the vectors of a word, as ``write_adapter_file`` does; all of its tensors are theirs."""
+    """Write and verify a file of the vectors of a word, as ``write_adapter_file`` does a LoRA file."""
 
     def verify(part: Path) -> None:
         problems = [f"{key} differs" for key, each in tensors.items() if not _is_equal_in_file(part, key, each)]

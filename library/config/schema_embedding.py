@@ -19,8 +19,8 @@ class TrainedPartConfig:
 
     train: Literal["lora", "full", "embedding"] = define_option(
         "lora",
-        "what is trained: an adapter, the weights of the model themselves (docs/full_finetuning.md), or the vectors of a"
-        " new word alone (docs/textual_inversion.md)",
+        "what is trained: an adapter, the weights of the model themselves (docs/full_finetuning.md), or the vectors of"
+        " a new word alone (docs/textual_inversion.md)",
         needs=ALWAYS,
         default_text="lora; embedding, if token_string is set without options of an adapter, as in sd-scripts",
         is_basic=True,

@@ -35,7 +35,7 @@ class SaveEmbedding(SaveWeights):
     title = "embedding file"
 
     def _save_files(self, run: TrainingRun, path: Path) -> list[Path]:
-        write_embedding_file(self, run, path)
+        save_vectors(self, run, path)
         return [path]
 
 
@@ -47,7 +47,7 @@ class SavePivotalTuning(SaveAdapter):
     def _save_files(self, run: TrainingRun, path: Path) -> list[Path]:
         embedding_path = path.with_name(f"{path.stem}{EMBEDDING_SUFFIX}{path.suffix}")
         paths = super()._save_files(run, path)
-        write_embedding_file(self, run, embedding_path)
+        save_vectors(self, run, embedding_path)
         return [*paths, embedding_path]
 
     def _build_file(self, run: TrainingRun, model: nn.Module, part: AdapterPart) -> AdapterFile:
@@ -69,7 +69,7 @@ def build_bundle(modules: nn.Module, config: AdapterConfig, facts: FamilyFacts) 
     return {f"{start}{key}": tensor.cpu().contiguous() for key, tensor in zip(keys, vectors, strict=True)}
 
 
-def write_embedding_file(saver: SaveWeights, run: TrainingRun, path: Path) -> None:
+def save_vectors(saver: SaveWeights, run: TrainingRun, path: Path) -> None:
     """Write the embedding file on the main rank, and verify it."""
     run.strategy.comm.run_on_main(lambda: _write_file(saver, run, path))
     logger.info("saved %s", path)

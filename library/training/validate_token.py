@@ -39,7 +39,7 @@ def _build_whole_caption(sample: Sample, manifest: Manifest) -> str:
 
 
 def validate_token(config: AdapterConfig, family: Family, detected: DetectedModel) -> Iterator[Problem]:
-    """Check the word, its initial words and its initial vectors against the tokenizers, which are all that is loaded."""
+    """Check the word, its initial words and its initial vectors against the tokenizers; nothing else is loaded."""
     if not config.trains_embedding or not config.token_string:
         return
     facts = family.facts
@@ -70,7 +70,7 @@ def _validate_tokens(config: AdapterConfig, tokenizer: Any) -> Iterator[Problem]
     if config.init_word is None or config.embedding_weights is not None:
         return
     ids = tokenize_initial_words(tokenizer, config.init_word)
-    if not ids or tokenizer.unk_token_id in ids and tokenizer.unk_token_id != tokenizer.eos_token_id:
+    if not ids or (tokenizer.unk_token_id in ids and tokenizer.unk_token_id != tokenizer.eos_token_id):
         yield Problem("init_word", f"{config.init_word!r} has no tokens of the model", "use another word")
     elif len(ids) > count:
         text = f"{config.init_word!r} has {len(ids)} tokens, of which {count} would be used"
