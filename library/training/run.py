@@ -215,6 +215,7 @@ def _compute_input_fingerprints(
         "source of the family": str(compute_family_fingerprint(detected.family)),
         "network_weights": compute_quick_file_fingerprint(list(filter(None, [adapter.network_weights]))),
         "base_weights": compute_quick_file_fingerprint(adapter.base_weights),
+        "embedding_weights": compute_quick_file_fingerprint(list(filter(None, [adapter.embedding_weights]))),
         "training_adapter": compute_quick_file_fingerprint(list(filter(None, [adapter.training_adapter]))),
         "prompts": str(prompts),
     }
