@@ -14,7 +14,8 @@ from tiny_pipelines import get_tiny_sd1_folder
 from training_runs import train, write_images
 
 from library.config import parse_config
-from library.dataloader.caption_templates import list_templates
+from library.dataloader.caption_templates import apply_templates, list_templates
+from library.dataloader.prepare import prepare_data
 from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
@@ -148,11 +149,11 @@ def test_all_problems_of_a_new_word_are_told_at_once_before_a_model_is_loaded():
     ]
 
 
-def test_a_command_of_sd_scripts_trains_the_vectors_alone_and_draws_its_templates():
+def test_a_command_of_sd_scripts_trains_the_vectors_alone_and_draws_its_templates(dataset):
     flags = (
         "--token_string mytoken --init_word cat --num_vectors_per_token 4 --use_style_template --weights w.safetensors"
     )
-    loaded = parse_config(["--dataset_config", __file__, *flags.split()])
+    loaded = parse_config(["--dataset_config", str(dataset), *flags.split()])
     adapter = loaded.config.adapter
     assert (adapter.train, loaded.config.save.output_name) == ("embedding", "mytoken")
     assert (adapter.num_vectors_per_token, adapter.embedding_weights) == (4, "w.safetensors")
@@ -160,6 +161,9 @@ def test_a_command_of_sd_scripts_trains_the_vectors_alone_and_draws_its_template
     styles = list_templates(adapter)
     objects = list_templates(parse_config(["--token_string", "mytoken", "--use_object_template"]).config.adapter)
     assert (len(styles), len(set(styles)), len(objects), len(set(objects))) == (19, 17, 27, 27)
+    prepared = apply_templates(prepare_data(loaded.config.data, 8), adapter)
+    captions = prepared.list_first_epoch_captions(prepared.build_batch_plan(1, loaded.config.train), 10)
+    assert len(captions) == 8 and len({*captions}) > 3 and {*captions} <= {*styles}
     assert "a close-up painting in the style of mytoken" in styles and "a photo of the weird mytoken" in objects
 
 
