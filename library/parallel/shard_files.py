@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from ..atomic_files import FileEntry, describe_file, fsync_dir
 from ..distributed.communicator import Communicator
 from ..errors import UserError
-from .sharded_weights import shard_like
+from .sharded_weights import fit_shape, shard_like
 from .strategy import Strategy
 
 SHARDS_FOLDER = "shards"
@@ -136,7 +136,8 @@ def shard_whole_tensors(tensors: Mapping[str, Tensor], names: Mapping[nn.Paramet
     found = dict[str, Tensor]()
     for name, tensor in tensors.items():
         own = _find_parameter(name, parameters)
-        found[name] = shard_like(tensor, own) if own is not None and own.shape == tensor.shape else tensor
+        fitted = tensor if own is None else fit_shape(tensor, own)
+        found[name] = shard_like(fitted, own) if own is not None and own.shape == fitted.shape else tensor
     return found
 
 

@@ -1,4 +1,4 @@
-"""Trained weights of which each rank holds a part (FSDP with ``--train full``): DTensors, read and written in parts.
+"""Trained weights of which each rank holds a part (FSDP or ZeRO 3 with ``--train full``): DTensors.
 
 What computes on single elements works on the part of this rank; what needs a whole weight, such as a file, gathers one
 at a time.
@@ -41,6 +41,13 @@ def shard_like(value: Tensor, model: Tensor) -> Tensor:
     return distribute_tensor(local, model.device_mesh, model.placements, src_data_rank=None)
 
 
+def fit_shape(value: Tensor, model: Tensor) -> Tensor:
+    """Give a whole value the shape of ``model``, where one of them is flat, as the weights of ZeRO 3 are."""
+    if value.shape != model.shape and value.numel() == model.numel() and 1 in (value.dim(), model.dim()):
+        return value.reshape(model.shape)
+    return value
+
+
 def replace_optimizer_parameters(
     optimizer: Optimizer, names: Mapping[nn.Parameter, str], sharded: Mapping[str, nn.Parameter]
 ) -> None:
@@ -50,23 +57,28 @@ def replace_optimizer_parameters(
 
 
 def run_on_main_with_whole_weights(
-    comm: Communicator, weights: Sequence[Tensor], work: Callable[[ReadWeight], None]
+    comm: Communicator,
+    weights: Sequence[Tensor],
+    work: Callable[[ReadWeight], None],
+    find_shard: Callable[[Tensor], Tensor] = read_whole,
 ) -> None:
     """Run ``work`` on the main rank with a function that gathers any of ``weights``; an error is raised on all ranks.
 
     The main rank asks for weights in the order in which it needs them, and holds one at a time; the other ranks take
-    part in gathering until it has ended.
+    part in gathering until it has ended.  ``find_shard`` returns the part of a weight that stands for another.
     """
-    if not any(isinstance(weight, DTensor) for weight in weights):
+    shards = [find_shard(weight) for weight in weights]
+    if not any(isinstance(shard, DTensor) for shard in shards):
         comm.run_on_main(lambda: work(read_whole))
         return
     numbers = {id(weight): number for number, weight in enumerate(weights)}
 
     def read_weight(weight: Tensor) -> Tensor:
-        if not isinstance(weight, DTensor):
+        number = numbers.get(id(weight))
+        if number is None or not isinstance(shards[number], DTensor):
             return weight
-        _broadcast_number(comm, numbers[id(weight)])
-        return _gather(weight)
+        _broadcast_number(comm, number)
+        return _gather(shards[number]).view(weight.shape)
 
     def work_and_end() -> None:
         try:
@@ -76,7 +88,7 @@ def run_on_main_with_whole_weights(
 
     if not comm.is_main:
         while (number := _broadcast_number(comm)) != END:
-            _gather(weights[number])
+            _gather(shards[number])
     comm.run_on_main(work_and_end)
 
 

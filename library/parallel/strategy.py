@@ -270,6 +270,26 @@ class Strategy(ABC):
     def sync_master_weights(self) -> None:  # noqa: B027
         """Copy the trainable parameters to the engine's master weights; call it after writing to them."""
 
+    def use_written_weights(self) -> None:  # noqa: B027
+        """Let the model compute with values that were written to trained weights, where it holds another copy.
+
+        A collective.  Unlike ``sync_master_weights`` it is for values that are taken back, as those of an EMA are.
+        """
+
+    def iter_trained_weights(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the trained weights of the wrapped model with their names, as the optimizer has them."""
+        for name, parameter in self.unwrap_model(model).named_parameters():
+            if parameter.requires_grad:
+                yield name, parameter
+
+    def get_stand_in(self, weight: Tensor) -> Tensor:
+        """Return what has the shape of a weight of the model: itself, unless an engine keeps its elements elsewhere."""
+        return weight.detach()
+
+    def find_shard(self, stand_in: Tensor) -> Tensor:
+        """Return what this rank holds of a weight for which ``get_stand_in`` returned ``stand_in``."""
+        return stand_in
+
     def close(self) -> None:  # noqa: B027
         """Release files and environment variables of the engine; call it before the process group is destroyed."""
 

@@ -273,7 +273,7 @@ def restore_state(run: TrainingRun, metadata: Mapping[str, Any], tensors: Mappin
 def name_parameters(run: TrainingRun) -> dict[nn.Parameter, str]:
     """Name each trainable parameter once, by its first name in the model."""
     first_names: dict[nn.Parameter, str] = {}
-    for name, parameter in run.strategy.unwrap_model(run.model).named_parameters():
+    for name, parameter in run.strategy.iter_trained_weights(run.model):
         first_names.setdefault(parameter, clean_parameter_name(name))
     return {parameter: first_names[parameter] for parameter in run.parameters}
 

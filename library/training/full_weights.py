@@ -141,5 +141,4 @@ class WeightChanges(UpdateNorms):
 
     @staticmethod
     def _iter_weights(run: TrainingRun) -> Sequence[tuple[str, nn.Parameter]]:
-        model = run.strategy.unwrap_model(run.model)
-        return [(clean_parameter_name(name), each) for name, each in model.named_parameters() if each.requires_grad]
+        return [(clean_parameter_name(name), each) for name, each in run.strategy.iter_trained_weights(run.model)]

@@ -168,7 +168,7 @@ def build_run(
         oom_recovery=_build_oom_recovery(config.train, trained),
         bad_samples=bad_samples,
         metric_logger=NullMetricLogger(),
-        ema=None if config.optim.ema_decay is None else AdapterEMA(trainable, config.optim.ema_decay),
+        ema=_build_ema(config.optim, trainable, strategy),
         max_norm_regularizer=_build_max_norm(config, trained, adapter),
         compilation=compilation,
         state=TrainState(step=plan.first_step),
@@ -176,6 +176,11 @@ def build_run(
     if callable(getattr(optimizer, "train", None)):  # schedule-free optimizers hold two sets of weights
         optimizer.train()
     return run, adapter
+
+
+def _build_ema(config: OptimConfig, trainable: Sequence[nn.Parameter], strategy: Strategy) -> AdapterEMA | None:
+    decay = config.ema_decay
+    return None if decay is None else AdapterEMA(trainable, decay, strategy.use_written_weights)
 
 
 def _prepare_cuda_graphs(strategy: Strategy, model: nn.Module) -> None:
