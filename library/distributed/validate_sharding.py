@@ -134,7 +134,7 @@ def validate_deepspeed(config: RunConfig, world: World) -> Iterator[Problem]:
         yield Problem("full_bf16", f"DeepSpeed keeps {kept} in fp32", "remove it, and use --mixed_precision bf16")
     if config.adapter.is_full and settings.offload_param_device == "nvme":
         text = "it is for frozen weights, and train full trains them"
-        yield Problem("offload_param_device", text, "use cpu", value="nvme", others=("train",))
+        yield Problem("offload_param_device", text, "use cpu", value="nvme")
     if config.train.on_oom != "fail":
         yield Problem(
             "on_oom",

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from ..atomic_files import FileEntry, describe_file, fsync_dir
 from ..distributed.communicator import Communicator
+from ..distributed.devices import HOST
 from ..errors import UserError
 from .sharded_weights import fit_shape, shard_like
 from .strategy import Strategy
@@ -90,7 +91,7 @@ class ShardWriter:
 
 
 def _number_files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Number the files of each rank, so that none is too large to be held in memory."""
+    """Number the files of each rank, or the parts in which they are read, so that each can be held in memory."""
     numbers, used = dict[str, int](), 0
     for name, tensor in tensors.items():
         used += tensor.nbytes
@@ -119,15 +120,29 @@ def load_shards(
 
     if strategy.shard_group is None:
         return strategy.comm.load_on_main_and_broadcast(read_whole_tensors)
-    targets = dict[str, Tensor]()
+    targets, others = dict[str, Tensor](), dict[str, Tensor]()
     for name, (dtype, shape) in listed.items():
         own = _find_parameter(name, parameters)
         if own is not None and list(own.shape) == shape:
             targets[name] = torch.zeros_like(own.detach(), dtype=getattr(torch, dtype))
-        else:  # of a weight that is not trained now, or another shape, which is reported later
-            targets[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+        else:  # another strategy's shape, or a weight that is not trained now or differs, which is reported later
+            others[name] = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
     _load(folder, targets, no_dist=False)
-    return targets
+    return targets | _load_whole_and_shard(folder, others, names)
+
+
+def _load_whole_and_shard(
+    folder: Path, stand_ins: Mapping[str, Tensor], names: Mapping[nn.Parameter, str]
+) -> dict[str, Tensor]:
+    """Load tensors as a whole on each rank, which keeps its part, some at a time; ``stand_ins`` have their shapes."""
+    numbers, found = _number_files(stand_ins), dict[str, Tensor]()
+    for number in sorted(set(numbers.values())):
+        part = {
+            name: torch.empty_like(each, device=HOST) for name, each in stand_ins.items() if numbers[name] == number
+        }
+        _load(folder, part, no_dist=True)
+        found |= shard_whole_tensors(part, names)
+    return found
 
 
 def shard_whole_tensors(tensors: Mapping[str, Tensor], names: Mapping[nn.Parameter, str]) -> dict[str, Tensor]:

@@ -43,9 +43,9 @@ FULL_BUCKET_SIZE = 5 * 10**7
 class DeepSpeedStrategy(Strategy):
     """Runs forward, backward and optimizer step through a DeepSpeed engine.
 
-    Between steps adapters are complete on every rank.  Where stage 3 shards the trained weights of the model itself, the
-    optimizer has the slices of this rank (``weight_shards``), and the model gathers weights when it uses them.  Mixed precision is accelerate's autocast: DeepSpeed's own would
-    keep adapters in half precision.
+    Between steps adapters are complete on every rank.  Where stage 3 shards the trained weights of the model itself,
+    the optimizer has the slices of this rank (``weight_shards``), and the model gathers weights when it uses them.
+    Mixed precision is accelerate's autocast: DeepSpeed's own would keep adapters in half precision.
     """
 
     optimizer_sharding_engine = "DeepSpeed"

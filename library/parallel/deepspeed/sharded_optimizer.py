@@ -1,7 +1,6 @@
 """DeepSpeed's optimizer under ZeRO 3 where the model itself is trained: parameters and state are slices (DTensors)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
