@@ -18,8 +18,9 @@ average them instead,
 |                         | micro-batch; HSDP: all-reduce in the last|                    | x world size (FSDP)    |
 | pipeline                | flat, over all ranks, after the schedule | 1                  | cp (*)                 |
 | DeepSpeed               | in backward, by DeepSpeed                | world size         | world size (DeepSpeed) |
-| gradient probe, warm-up | none with DDP and DeepSpeed, FSDP's own  | 1 (0 before the    | dp x cp (*)            |
-| (``Strategy.backward``) | with --train full, else flat over all    | last stage)        |                        |
+| gradient probe, warm-up | none with DDP and DeepSpeed; FSDP's and  | 1 (0 before the    | dp x cp (*)            |
+| (``Strategy.backward``) | ZeRO 3's own with --train full, else     | last stage)        |                        |
+|                         | flat over all                            |                    |                        |
 
 (a) By accelerate, in ``Accelerator.backward``.
 (*) Tensor parallel: gradients that are complete on every rank of a group are divided by tp first; those of adapters in
