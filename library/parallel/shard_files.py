@@ -23,7 +23,7 @@ from ..atomic_files import FileEntry, describe_file, fsync_dir
 from ..distributed.communicator import Communicator
 from ..distributed.devices import HOST
 from ..errors import UserError
-from .sharded_weights import fit_shape, shard_like
+from .sharded_weights import copy_shard_to_host, fit_shape, shard_like
 from .strategy import Strategy
 
 SHARDS_FOLDER = "shards"
@@ -44,6 +44,16 @@ def describe_sharded(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
     return {name: [str(each.dtype).removeprefix("torch."), list(each.shape)] for name, each in tensors.items()}
 
 
+class _HostCopyWriter(HuggingFaceStorageWriter):
+    """A writer that copies the parts of this rank to host memory, and nothing else.
+
+    torch 2.13 copies parts that are there already with all of the memory of which they are slices.
+    """
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {name: copy_shard_to_host(tensor) for name, tensor in state_dict.items()}
+
+
 class ShardWriter:
     """Writes the parts of all ranks in the background, in a process group of its own."""
 
@@ -54,7 +64,7 @@ class ShardWriter:
 
     def start(self, folder: Path, tensors: Mapping[str, DTensor]) -> Future[Any]:
         """Copy the parts of this rank to host memory and start writing them; a collective."""
-        writer = HuggingFaceStorageWriter(str(folder / SHARDS_FOLDER), _number_files(tensors), save_distributed=True)
+        writer = _HostCopyWriter(str(folder / SHARDS_FOLDER), _number_files(tensors), save_distributed=True)
         with _silence_checkpoint_warnings():
             future: Any = async_save(dict(tensors), storage_writer=writer, process_group=self._group)
         return future  # type: ignore[no-any-return]

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from ..distributed.communicator import Communicator
+from ..distributed.devices import HOST
 from ..models.component_files import ReadWeight, read_whole
 
 END = -1
@@ -39,6 +40,14 @@ def shard_like(value: Tensor, model: Tensor) -> Tensor:
         return value
     local = value.to(get_local_shard(model).device)
     return distribute_tensor(local, model.device_mesh, model.placements, src_data_rank=None)
+
+
+def copy_shard_to_host(tensor: DTensor) -> DTensor:
+    """Copy the part of a tensor on this rank to host memory."""
+    local = get_local_shard(tensor).to(HOST, copy=True).contiguous()
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
 
 
 def fit_shape(value: Tensor, model: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import all_options_run
 import pytest
 import torch
 from killed_runs import train_and_kill
+from PIL import Image, ImageChops
 from problem_lines import format_lines
 from rank_processes import run_on_ranks
 from resumed_runs import copy_as_killed
@@ -279,28 +280,29 @@ def train_and_measure(*flags: str) -> dict[str, float]:
     """Train; return the bytes on this rank of weights, gradients and optimizer state, by those of one process."""
     from library.training import loop
 
-    shares, clip_gradients = dict[str, float](), loop._clip_gradients
+    shares = dict[str, float]()
+    accumulate_gradients, clip_gradients = loop.accumulate_gradients, loop._clip_gradients
 
-    def measure(run) -> torch.Tensor:
-        norm = clip_gradients(run)
-        model = run.strategy.unwrap_model(run.model)
-        weights, whole = (
-            [*model.parameters()],
-            sum(run.strategy.get_stand_in(each).nbytes for each in model.parameters()),
-        )
-        state = [value for each in run.optimizer.state.values() for value in each.values() if value.dim()]
-        gradients = [each.grad for each in run.parameters if each.grad is not None]
-        if hasattr(weights[0], "ds_tensor"):  # of ZeRO 3, where the optimizer has master weights
-            gradients = [run.optimizer._zero.grad_partitions_flat_buffer]
-            shares["gradients"] = gradients.pop().nbytes / sum(each.nbytes for each in run.parameters)
+    def measure_between_steps(run, batches) -> torch.Tensor:
+        weights = [*run.strategy.unwrap_model(run.model).parameters()]
+        whole = sum(run.strategy.get_stand_in(each).nbytes for each in weights)
+        if hasattr(weights[0], "ds_tensor"):  # of ZeRO 3, whose optimizer could have copies
             weights += [*(each.ds_tensor for each in weights), *run.parameters]
         shares["weights"] = count_local_bytes(weights) / whole
-        for name, tensors in {"gradients": gradients, "state": state}.items():
-            if tensors:
-                shares[name] = count_local_bytes(tensors) / sum(each.nbytes for each in tensors)
+        return accumulate_gradients(run, batches)
+
+    def measure_gradients(run) -> torch.Tensor:
+        norm = clip_gradients(run)
+        whole = sum(each.nbytes for each in run.parameters)
+        gradients = [each.grad for each in run.parameters if each.grad is not None]
+        gradients = gradients or [run.optimizer._zero.grad_partitions_flat_buffer]
+        shares["gradients"] = count_local_bytes(gradients) / whole
+        state = [value for each in run.optimizer.state.values() for value in each.values() if value.dim()]
+        if state:
+            shares["state"] = count_local_bytes(state) / sum(each.nbytes for each in state)
         return norm
 
-    loop._clip_gradients = measure
+    loop.accumulate_gradients, loop._clip_gradients = measure_between_steps, measure_gradients
     train(*flags)
     return shares
 
@@ -427,6 +429,7 @@ def test_validation_previews_and_averaged_weights_are_those_of_ddp(tmp_path):
             assert other == pytest.approx(one, rel=1e-4)
         previews = [sorted((folder / "sample").glob("*.png")) for folder in folders]
         assert len(previews[0]) == len(previews[1]) == 6
-        for one, other in zip(*previews, strict=True):
-            if "_000000_" in one.name:
-                assert one.read_bytes() == other.read_bytes()
+        for pair in zip(*previews, strict=True):
+            if "_000000_" in pair[0].name:  # DeepSpeed's gathered weights have other addresses, and other rounding
+                extrema = ImageChops.difference(*map(Image.open, pair)).getextrema()
+                assert max(most for _, most in extrema) <= (2 if sharded == "zero" else 0)
