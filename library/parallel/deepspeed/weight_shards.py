@@ -45,7 +45,8 @@ class WeightShards:
 
     def _count_elements(self, parameter: Any, padded: int) -> int:
         """Count the elements of a slice that are no padding; the last ranks may have none."""
-        return max(0, min(padded, parameter.ds_numel - self._mesh.get_local_rank() * padded))
+        remaining: int = parameter.ds_numel - self._mesh.get_local_rank() * padded
+        return max(0, min(padded, remaining))
 
     def _build(self, local: Tensor, parameter: Any) -> DTensor:
         size = torch.Size((parameter.ds_numel,))
@@ -81,7 +82,8 @@ class WeightShards:
     def record_gradients(self) -> Iterator[set[nn.Parameter]]:
         """Collect the trained weights that backward passes within the context give a gradient."""
         reached = set[nn.Parameter]()
-        hooks = [parameter.register_post_accumulate_grad_hook(reached.add) for parameter in self._trained]
+        parameters: list[Any] = list(self._trained)
+        hooks = [parameter.register_post_accumulate_grad_hook(reached.add) for parameter in parameters]
         try:
             yield reached
         finally:
