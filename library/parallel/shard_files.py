@@ -5,7 +5,7 @@ pickle, and reads what it needs of all files, however many ranks wrote them.  So
 """
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -155,12 +155,21 @@ def _load_whole_and_shard(
     return found
 
 
-def shard_whole_tensors(tensors: Mapping[str, Tensor], names: Mapping[nn.Parameter, str]) -> dict[str, Tensor]:
-    """Shard the tensors of a checkpoint of whole weights as the parameters are that they belong to."""
+def shard_whole_tensors(
+    tensors: Mapping[str, Tensor],
+    names: Mapping[nn.Parameter, str],
+    take_shard: Callable[[nn.Parameter, Tensor], Tensor] = lambda parameter, whole: whole,
+) -> dict[str, Tensor]:
+    """Shard the tensors of a checkpoint of whole weights as the parameters are that they belong to.
+
+    ``take_shard`` returns this rank's part of a tensor, where parameters are parts but no DTensors.
+    """
     parameters = {name: parameter for parameter, name in names.items()}
     found = dict[str, Tensor]()
     for name, tensor in tensors.items():
         own = _find_parameter(name, parameters)
+        if own is not None:
+            tensor = take_shard(own, tensor)
         fitted = tensor if own is None else fit_shape(tensor, own)
         found[name] = shard_like(fitted, own) if own is not None and own.shape == fitted.shape else tensor
     return found

@@ -16,6 +16,9 @@ from ..distributed.communicator import Communicator
 from ..distributed.devices import HOST
 from ..models.component_files import ReadWeight, read_whole
 
+GatherWeight = Callable[[], Tensor]
+"""Gathers a weight as a whole; all ranks call it."""
+
 END = -1
 """What the main rank sends instead of the number of a weight when it needs no more."""
 
@@ -26,6 +29,13 @@ def get_local_shard(tensor: Tensor) -> Tensor:
         return tensor
     local: Tensor = tensor.to_local()
     return local.detach()
+
+
+def sum_over_group(values: Tensor, device: torch.device, group: dist.ProcessGroup) -> Tensor:
+    """Sum what each rank of a group computed of its part of the weights."""
+    total = values.to(device, copy=True)
+    dist.all_reduce(total, group=group)
+    return total.to(values.device)
 
 
 @torch.no_grad()
@@ -69,25 +79,25 @@ def run_on_main_with_whole_weights(
     comm: Communicator,
     weights: Sequence[Tensor],
     work: Callable[[ReadWeight], None],
-    find_shard: Callable[[Tensor], Tensor] = read_whole,
+    find_gather: "Callable[[Tensor], GatherWeight | None]",
 ) -> None:
     """Run ``work`` on the main rank with a function that gathers any of ``weights``; an error is raised on all ranks.
 
     The main rank asks for weights in the order in which it needs them, and holds one at a time; the other ranks take
-    part in gathering until it has ended.  ``find_shard`` returns the part of a weight that stands for another.
+    part in gathering until it has ended.  ``find_gather`` returns what gathers a weight; None if each rank has it.
     """
-    shards = [find_shard(weight) for weight in weights]
-    if not any(isinstance(shard, DTensor) for shard in shards):
+    gathers = [find_gather(weight) for weight in weights]
+    if not any(gathers):
         comm.run_on_main(lambda: work(read_whole))
         return
     numbers = {id(weight): number for number, weight in enumerate(weights)}
 
     def read_weight(weight: Tensor) -> Tensor:
         number = numbers.get(id(weight))
-        if number is None or not isinstance(shards[number], DTensor):
+        if number is None or (gather := gathers[number]) is None:
             return weight
         _broadcast_number(comm, number)
-        return _gather(shards[number]).view(weight.shape)
+        return gather()
 
     def work_and_end() -> None:
         try:
@@ -97,7 +107,8 @@ def run_on_main_with_whole_weights(
 
     if not comm.is_main:
         while (number := _broadcast_number(comm)) != END:
-            _gather(shards[number])
+            if (gather := gathers[number]) is not None:
+                gather()
     comm.run_on_main(work_and_end)
 
 
@@ -107,9 +118,8 @@ def _broadcast_number(comm: Communicator, number: int = END) -> int:
     return int(value)
 
 
-def _gather(weight: Tensor) -> Tensor:
+def gather_shards(weight: DTensor) -> Tensor:
     """All-gather a weight, on the device: a shard that is kept in host memory is copied there."""
-    assert isinstance(weight, DTensor)
     local, mesh = weight.to_local(), weight.device_mesh
     if local.device.type != mesh.device_type:
         moved = local.to(mesh.device_type)

@@ -67,7 +67,7 @@ class SaveFullModel(SaveWeights):
                 run.strategy.comm,
                 weights,
                 lambda read_weight: self._write_model(run, path, models, read_weight),
-                run.strategy.find_shard,
+                run.strategy.find_gather,
             )
         logger.info("saved %s", path)
         return [path]

@@ -245,7 +245,7 @@ def _prepare_trainable_parameters(trained: TrainableModules, strategy: Strategy,
         cast_trainable_parameters(trained, torch.bfloat16)
     if strategy.mixed_precision != "no":
         leave_input_casts_to_autocast(trained)
-    if strategy.shard_group is not None:
+    if strategy.trains_base and not strategy.has_full_model:
         return  # no device has to hold all trained weights: the strategy moves them as it shards them
     for parameter in get_trainable_parameters(trained):
         parameter.data = parameter.data.to(strategy.device)

@@ -28,6 +28,7 @@ from ...errors import UserError
 from ..gradient_accumulation import TrainingTask
 from ..gradient_sync import scale_loss
 from ..parallel_plan import ParallelPlan
+from ..sharded_weights import GatherWeight, gather_shards
 from ..strategy import Strategy, StrategySettings
 from ..validate_engines import raise_problems, validate_zero_config
 from .nvme_offload import NVMeOffload
@@ -212,8 +213,9 @@ class DeepSpeedStrategy(Strategy):
     def get_stand_in(self, weight: Tensor) -> Tensor:
         return weight.detach() if self._weight_shards is None else self._weight_shards.get_stand_in(weight)
 
-    def find_shard(self, stand_in: Tensor) -> Tensor:
-        return stand_in if self._weight_shards is None else self._weight_shards.find_shard(stand_in)
+    def find_gather(self, stand_in: Tensor) -> GatherWeight | None:
+        shard = None if self._weight_shards is None else self._weight_shards.find_shard(stand_in)
+        return None if shard is None else lambda: gather_shards(shard).view(stand_in.shape)
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         inner: Any = self._engine.module if model is self._engine else model

@@ -68,13 +68,14 @@ class WeightShards:
             self._stand_ins[weight], self._parameters[stand_in] = stand_in, weight
         return self._stand_ins[weight]
 
-    def find_shard(self, stand_in: Tensor) -> Tensor:
-        """Return the slice of the weight that a meta tensor stands for; anything else is returned as it is."""
+    def find_shard(self, stand_in: Tensor) -> DTensor | None:
+        """Return the slice of the weight that a meta tensor stands for, if it stands for one."""
         parameter: Any = self._parameters.get(stand_in)
         if parameter is None:
-            return stand_in
+            return None
         if parameter in self._trained:
-            return self._trained[parameter].parameter.detach()
+            trained: Any = self._trained[parameter].parameter.detach()
+            return trained  # type: ignore[no-any-return]
         partition = parameter.ds_tensor.detach()
         return self._build(partition.narrow(0, 0, self._count_elements(parameter, partition.numel())), parameter)
 
