@@ -107,6 +107,8 @@ LAYOUTS = [
     (2, f"{ZERO_3} --gradient_checkpointing", ("sd1",)),
     (2, f"{ZERO_3} --offload_optimizer_device cpu --offload_param_device cpu", ("flux",)),
     (2, "--cp_size 2 --train_batch_size 2", ("flux",)),
+    (2, "--tp_size 2 --train_batch_size 2 --gradient_checkpointing", ("sd1",)),
+    (4, "--tp_size 2 --train_batch_size 2", ("flux",)),
     (4, "--cp_size 2 --fsdp --train_batch_size 2", ("flux",)),
 ]
 
@@ -391,6 +393,24 @@ def test_a_run_of_zero_3_goes_on_to_the_bit_and_with_another_strategy_with_the_s
     for name in ("alone", "fsdp"):
         for model in ("lora", "lora-ema"):
             assert max_difference(whole / model, copies[name] / model) < 1e-5, (name, model)
+
+
+@pytest.mark.slow
+def test_a_tensor_parallel_run_goes_on_from_its_checkpoint_to_the_bit_and_one_process_from_it(even_dataset, tmp_path):
+    flags = (*RESUMED, *"--pretrained_model_name_or_path random:flux:tiny --train_modules attn".split())
+    parallel = (*flags, *"--tp_size 2 --train_batch_size 2".split())
+    whole = train_full(even_dataset, tmp_path / "whole", 2, *parallel).parent
+    copies = {name: copy_as_killed(whole, tmp_path / name, 2) for name in ("resumed", "alone")}
+    for folder in copies.values():
+        for name in ("lora", "lora-ema"):
+            shutil.rmtree(folder / name)
+
+    train_full(even_dataset, copies["resumed"], 2, *parallel)
+    for name in ("lora", "lora-ema", "lora-state"):
+        assert_equal_to_the_bit(whole / name, copies["resumed"] / name)
+    train_full(even_dataset, copies["alone"], 1, *flags)
+    for name in ("lora", "lora-ema"):
+        assert max_difference(whole / name, copies["alone"] / name) < 1e-5
 
 
 @pytest.mark.slow
