@@ -23,10 +23,24 @@ class WeightShards:
 
     def __init__(self, zero_optimizer: Any, trained: Sequence[nn.Parameter], mesh: DeviceMesh):
         self._zero, self._mesh = zero_optimizer, mesh
+        self._share_memory()
         self._trained = {parameter: self._share_master_weights(parameter) for parameter in trained}
         self._stand_ins = dict[Tensor, Tensor]()
         self._parameters = dict[Tensor, Tensor]()
         """The weights by their stand-ins."""
+
+    def _share_memory(self) -> None:
+        """Let the optimizer update the slices that the model gathers, without a copy of its own.
+
+        DeepSpeed 0.19 means to do so for weights in float32, but compares a device with its name.  Offloaded optimizer
+        state keeps its copy in host memory.
+        """
+        if self._zero.offload_optimizer:
+            return
+        pairs = zip(self._zero.fp32_partitioned_groups_flat, self._zero.fp16_partitioned_groups_flat, strict=True)
+        for master, gathered in pairs:
+            if gathered is not None and (master.dtype, master.device) == (gathered.dtype, gathered.device):
+                master.data = gathered.detach()
 
     def get_trained(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the slice of a trained weight that the optimizer updates."""
