@@ -53,11 +53,11 @@ class DeviceMeshStrategy(Strategy):
         self.mesh: DeviceMesh = init_device_mesh(self.device.type, (*sizes.values(),), mesh_dim_names=(*sizes,))
         self.tensor_parallel = self._sharded = None
         if dims.tp > 1:
-            group = self.mesh.get_group("tp")
+            tp_group = self.mesh.get_group("tp")
             if self.trains_base:
                 self.optimizer_sharding_engine = "tensor parallelism"
-                self._sharded = TensorParallelWeights(group, self.device)
-            self.tensor_parallel = TensorParallel.from_group(group, self._sharded)
+                self._sharded = TensorParallelWeights(tp_group, self.device)
+            self.tensor_parallel = TensorParallel.from_group(tp_group, self._sharded)
         self._compilation: Compilation | None = None
         self.context_parallel = None
         if dims.cp > 1:

@@ -136,8 +136,7 @@ class TensorParallel:
             _set_frozen_parameter(base, name, take_ranges(whole, dim, ranges))
             return
         layout = WeightLayout(dim, ranges, whole.shape)
-        part = layout.take(whole.detach()).clone(memory_format=torch.contiguous_format)
-        setattr(base, name, nn.Parameter(part, requires_grad=whole.requires_grad))
+        setattr(base, name, nn.Parameter(layout.take(whole), requires_grad=whole.requires_grad))
         self.weights.add(getattr(base, name), layout)
 
     def _build_sharded_forward(self, lora_a: Any, ranges: Ranges) -> Callable[[Tensor], Tensor]:

@@ -29,8 +29,8 @@ class WeightLayout:
     """The shape of the whole weight."""
 
     def take(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of a whole weight, or of a tensor of its shape."""
-        return take_ranges(whole, self.dim, self.ranges)
+        """Copy this rank's part of a whole weight, or of a tensor of its shape."""
+        return take_ranges(whole.detach(), self.dim, self.ranges).clone(memory_format=torch.contiguous_format)
 
     def place(self, part: Tensor) -> Tensor:
         """Return a tensor of the whole shape with this part, and zeros elsewhere."""
