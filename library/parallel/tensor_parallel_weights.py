@@ -82,9 +82,11 @@ class TensorParallelWeights:
         return whole
 
     def take(self, weight: Tensor, whole: Tensor) -> Tensor:
-        """Return this rank's part of a tensor of the shape of the whole weight; another tensor is returned as it is."""
+        """Copy this rank's part of a tensor of the shape of the whole weight, or flat; another is returned as it is."""
         layout = self._layouts.get(weight)
-        return whole if layout is None or whole.shape != layout.shape else layout.take(whole)
+        if layout is None or whole.shape not in (layout.shape, (layout.shape.numel(),)):
+            return whole
+        return layout.take(whole.reshape(layout.shape))
 
 
 def iter_head_norms(model: nn.Module, plan: TensorParallelPlan) -> Iterator[nn.Parameter]:
