@@ -30,16 +30,27 @@ class AdapterEMA:
 
     @contextmanager
     def swap_parameters(self) -> Iterator[None]:
-        """Let the parameters hold the average within the context."""
-        backup = [item.detach().clone() for item in self.parameters]
-        self._copy_to_parameters(self.shadow_params)
+        """Let the parameters hold the average within the context, and the average those of float32.
+
+        They change places tensor by tensor, so that no second copy of a large model is needed.  Parameters of lower
+        precision cannot hold the average exactly: they alone are copied.
+        """
+        copies = self._exchange([None] * len(self.parameters))
         try:
             yield
         finally:
-            self._copy_to_parameters(backup)
+            self._exchange(copies)
 
     @torch.no_grad()
-    def _copy_to_parameters(self, values: Sequence[torch.Tensor]) -> None:
-        for parameter, value in zip(self.parameters, values, strict=True):
-            parameter.copy_(value)
+    def _exchange(self, copies: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Restore the parameters that have a copy, and swap the others; return copies of those that cannot be swapped."""
+        replaced: list[torch.Tensor | None] = []
+        for parameter, average, copy in zip(self.parameters, self.shadow_params, copies, strict=True):
+            current = parameter.detach().clone()
+            is_swapped = parameter.dtype == average.dtype
+            parameter.copy_(average if copy is None else copy)
+            if is_swapped:
+                average.copy_(current)
+            replaced.append(None if is_swapped else current)
         self._on_swap()
+        return replaced
