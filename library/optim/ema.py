@@ -4,7 +4,7 @@ Validation uses the average, which is saved as a file of its own (``NAME-ema.saf
 weights themselves.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,8 +14,11 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 class AdapterEMA:
     """EMA of parameters, kept in float32 on their devices."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], decay: float):
-        self.parameters, self.decay = list(parameters), decay
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], decay: float, on_swap: Callable[[], None] = lambda: None
+    ):
+        """``on_swap`` is called whenever other values were written to the parameters."""
+        self.parameters, self.decay, self._on_swap = list(parameters), decay, on_swap
         self.shadow_params = [item.detach().to(torch.float32, copy=True) for item in self.parameters]
 
     @torch.no_grad()
@@ -40,7 +43,7 @@ class AdapterEMA:
 
     @torch.no_grad()
     def _exchange(self, copies: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Restore the parameters that have a copy, swap the others, and return copies of those that cannot be."""
+        """Restore the parameters that have a copy, swap the others; return copies of those that cannot be swapped."""
         replaced: list[torch.Tensor | None] = []
         for parameter, average, copy in zip(self.parameters, self.shadow_params, copies, strict=True):
             current = parameter.detach().clone()
@@ -49,4 +52,5 @@ class AdapterEMA:
             if is_swapped:
                 average.copy_(current)
             replaced.append(None if is_swapped else current)
+        self._on_swap()
         return replaced

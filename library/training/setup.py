@@ -179,7 +179,7 @@ def build_run(
         oom_recovery=_build_oom_recovery(config.train, trained),
         bad_samples=bad_samples,
         metric_logger=NullMetricLogger(),
-        ema=None if config.optim.ema_decay is None else AdapterEMA(trainable, config.optim.ema_decay),
+        ema=_build_ema(config.optim, trainable, strategy),
         max_norm_regularizer=_build_max_norm(config, trained, adapter),
         compilation=compilation,
         state=TrainState(step=plan.first_step),
@@ -187,6 +187,11 @@ def build_run(
     if callable(getattr(optimizer, "train", None)):  # schedule-free optimizers hold two sets of weights
         optimizer.train()
     return run, adapter
+
+
+def _build_ema(config: OptimConfig, trainable: Sequence[nn.Parameter], strategy: Strategy) -> AdapterEMA | None:
+    decay = config.ema_decay
+    return None if decay is None else AdapterEMA(trainable, decay, strategy.use_written_weights)
 
 
 def _prepare_steps(config: RunConfig, strategy: Strategy, model: nn.Module, optimizer: Any) -> None:
@@ -272,7 +277,7 @@ def _prepare_trainable_parameters(trained: TrainableModules, strategy: Strategy,
         cast_trainable_parameters(trained, torch.bfloat16)
     if strategy.mixed_precision != "no":
         leave_input_casts_to_autocast(trained)
-    if strategy.shard_group is not None:
+    if strategy.trains_base and not strategy.has_full_model:
         return  # no device has to hold all trained weights: the strategy moves them as it shards them
     for parameter in get_trainable_parameters(trained):
         parameter.data = parameter.data.to(strategy.device)
