@@ -6,6 +6,7 @@
 # make web        the page in the browser
 # make test       linter, types and the quick tests: before every commit
 # make test-slow  the other tests, and the types of code for Windows and macOS
+# make test-daily as test-slow, with a third of the rows of tests that have many; in three days all
 # make test-pairs today's slice of the runs in which every pair of settings is
 # make test-windows  the quick tests by the rules of Windows
 # make test-programs  those of benchmarks/
@@ -14,7 +15,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo demo-control demo-slider demo-evaluate web test lint lint-platforms test-quick test-slow test-pairs test-windows test-programs test-all clean
+.PHONY: install demo demo-control demo-slider demo-evaluate web test lint lint-platforms test-quick test-slow test-daily test-pairs test-windows test-programs test-all clean
 
 install: $(VENV)/installed
 
@@ -66,7 +67,7 @@ test: install
 lint lint-platforms: install
 	$(BIN)/python -m library test $@
 
-test-quick test-slow test-pairs test-windows test-programs: install
+test-quick test-slow test-daily test-pairs test-windows test-programs: install
 	$(BIN)/python -m library test $(patsubst test-%,%,$@)
 
 test-all: install

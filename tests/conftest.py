@@ -5,6 +5,7 @@ import logging
 import multiprocessing
 import os
 import sys
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,14 @@ def pytest_addoption(parser):
         "--slice", default="today", help="rows of tests/pairs: 3/8, all, or today (one slice after the other)"
     )
     parser.addoption(
+        "--days",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run slow tests of N rows and more in N days, another part of their rows each day",
+    )
+    parser.addoption("--day", type=int, metavar="K", help="with --days: the part of this day, 0 to N - 1 (today's)")
+    parser.addoption(
         "--start_method",
         choices=["fork", "forkserver", "spawn"],
         help="how processes are started; Windows, macOS: spawn",
@@ -64,11 +73,24 @@ def pytest_configure(config):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     for item in items:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
         if folder in SLOW_FOLDERS and item.get_closest_marker("quick") is None:
             item.add_marker(pytest.mark.slow)
+    days, day = config.getoption("days"), config.getoption("day")
+    if days > 1:
+        _keep_daily_rows(config, items, days, date.today().toordinal() if day is None else day)
+
+
+def _keep_daily_rows(config, items, days, day):
+    from daily_rows import select_daily_rows
+
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    rows = ((item.nodeid.partition("[")[0], item.nodeid.partition("[")[2], item) for item in slow)
+    others = {*slow}.difference(select_daily_rows(rows, days, day))
+    config.hook.pytest_deselected(items=[item for item in items if item in others])
+    items[:] = [item for item in items if item not in others]
 
 
 def pytest_collection_finish():

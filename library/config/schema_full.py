@@ -11,7 +11,7 @@ from .options import define_option
 from .types import BlockRates
 
 IS_FULL = HasValue("train", ("full",), "train is not full")
-IS_LORA = HasValue("train", ("lora",), "train is full, without an adapter")
+IS_LORA = HasValue("train", ("lora",), "there is no adapter: train is not lora")
 
 
 def _define_text_rate(which: str) -> Any:

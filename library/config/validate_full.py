@@ -74,9 +74,12 @@ def _validate_base_options(config: RunConfig) -> Iterator[Problem]:
 def _validate_layout(config: RunConfig) -> Iterator[Problem]:
     """Refuse the strategies that take all trained weights to be adapters, which every rank holds."""
     fix, adapter = "use --fsdp, DDP or one process", ("train",)
-    for name, size in config.parallel.model_parallel_sizes.items():
-        if size > 1 and name != "cp_size":
-            yield Problem(name, "not supported with train full", fix, value=str(size), others=adapter)
+    sizes = {name: size for name, size in config.parallel.model_parallel_sizes.items() if size > 1}
+    if "pp_size" in sizes:
+        yield Problem("pp_size", "not supported with train full", fix, value=str(sizes["pp_size"]), others=adapter)
+    if "tp_size" in sizes and "cp_size" in sizes:
+        text, others = "with cp_size it is not supported with train full", ("cp_size", *adapter)
+        yield Problem("tp_size", text, "use one of the two", value=str(sizes["tp_size"]), others=others)
     if config.sharding.fsdp_offload_params and config.distributed.mixed_precision == "fp16":
         text = "fp16 scales gradients on the device, and fsdp_offload_params keeps those of train full in host memory"
         yield Problem("mixed_precision", text, "use bf16 or no", value="fp16", others=("fsdp_offload_params", *adapter))

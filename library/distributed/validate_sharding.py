@@ -132,9 +132,9 @@ def validate_deepspeed(config: RunConfig, world: World) -> Iterator[Problem]:
     if distributed.full_bf16:
         kept = "trained weights" if config.adapter.is_full else "adapters"
         yield Problem("full_bf16", f"DeepSpeed keeps {kept} in fp32", "remove it, and use --mixed_precision bf16")
-    if config.adapter.is_full and settings.stage == 3:
-        fix = "use --fsdp, which shards as much, or --zero_stage 1 or 2"
-        yield Problem("train", "ZeRO stage 3 is for frozen models, and full trains the model", fix, value="full")
+    if config.adapter.is_full and settings.offload_param_device == "nvme":
+        text = "it is for frozen weights, and train full trains them"
+        yield Problem("offload_param_device", text, "use cpu", value="nvme")
     if config.train.on_oom != "fail":
         yield Problem(
             "on_oom",

@@ -4,7 +4,7 @@ Validation uses the average, which is saved as a file of its own (``NAME-ema.saf
 weights themselves.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,8 +14,11 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 class AdapterEMA:
     """EMA of parameters, kept in float32 on their devices."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], decay: float):
-        self.parameters, self.decay = list(parameters), decay
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], decay: float, on_swap: Callable[[], None] = lambda: None
+    ):
+        """``on_swap`` is called whenever other values were written to the parameters."""
+        self.parameters, self.decay, self._on_swap = list(parameters), decay, on_swap
         self.shadow_params = [item.detach().to(torch.float32, copy=True) for item in self.parameters]
 
     @torch.no_grad()
@@ -27,15 +30,27 @@ class AdapterEMA:
 
     @contextmanager
     def swap_parameters(self) -> Iterator[None]:
-        """Let the parameters hold the average within the context."""
-        backup = [item.detach().clone() for item in self.parameters]
-        self._copy_to_parameters(self.shadow_params)
+        """Let the parameters hold the average within the context, and the average those of float32.
+
+        They change places tensor by tensor, so that no second copy of a large model is needed.  Parameters of lower
+        precision cannot hold the average exactly: they alone are copied.
+        """
+        copies = self._exchange([None] * len(self.parameters))
         try:
             yield
         finally:
-            self._copy_to_parameters(backup)
+            self._exchange(copies)
 
     @torch.no_grad()
-    def _copy_to_parameters(self, values: Sequence[torch.Tensor]) -> None:
-        for parameter, value in zip(self.parameters, values, strict=True):
-            parameter.copy_(value)
+    def _exchange(self, copies: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Restore the parameters that have a copy, swap the others; return copies of those that cannot be swapped."""
+        replaced: list[torch.Tensor | None] = []
+        for parameter, average, copy in zip(self.parameters, self.shadow_params, copies, strict=True):
+            current = parameter.detach().clone()
+            is_swapped = parameter.dtype == average.dtype
+            parameter.copy_(average if copy is None else copy)
+            if is_swapped:
+                average.copy_(current)
+            replaced.append(None if is_swapped else current)
+        self._on_swap()
+        return replaced

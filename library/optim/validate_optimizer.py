@@ -80,7 +80,7 @@ def validate_elementwise_optimizer(config: OptimConfig, engine: str) -> Iterator
     yield Problem(
         "optimizer_type",
         f"needs whole tensors{f' (it {reason})' if reason else ''}, but {engine} shards them over processes",
-        f"use AdamW, Adam, SGD or Lion{', or train lora' if engine == 'FSDP' else ', or --fsdp instead'}",
+        f"use AdamW, Adam, SGD or Lion{', or --fsdp instead' if engine == 'DeepSpeed' else ', or train lora'}",
         value=config.optimizer_type,
     )
 

@@ -5,7 +5,7 @@ LoRA files are those of a single process.  The sizes of the dimensions are check
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +20,13 @@ from ..distributed.communicator import Communicator
 from ..distributed.devices import HOST
 from .context_parallel import ContextParallel
 from .gradient_accumulation import TrainingTask
+from .gradient_clipping import clip_sharded_grad_norm
 from .gradient_sync import all_reduce_gradients
 from .parallel_plan import ParallelPlan
-from .sharded_weights import replace_optimizer_parameters
+from .sharded_weights import GatherWeight, replace_optimizer_parameters, sum_over_group
 from .strategy import Strategy, StrategySettings
 from .tensor_parallel import TensorParallel
+from .tensor_parallel_weights import TensorParallelWeights
 from .ulysses import ProcessGroupAllToAll
 
 if TYPE_CHECKING:
@@ -49,7 +51,13 @@ class DeviceMeshStrategy(Strategy):
             self.base_load_device = HOST  # no device has to hold the full model
         sizes = {"dp": dims.dp, "pp": dims.pp, "cp": dims.cp, "tp": dims.tp}
         self.mesh: DeviceMesh = init_device_mesh(self.device.type, (*sizes.values(),), mesh_dim_names=(*sizes,))
-        self.tensor_parallel = TensorParallel.from_group(self.mesh.get_group("tp")) if dims.tp > 1 else None
+        self.tensor_parallel = self._sharded = None
+        if dims.tp > 1:
+            tp_group = self.mesh.get_group("tp")
+            if self.trains_base:
+                self.optimizer_sharding_engine = "tensor parallelism"
+                self._sharded = TensorParallelWeights(tp_group, self.device)
+            self.tensor_parallel = TensorParallel.from_group(tp_group, self._sharded)
         self._compilation: Compilation | None = None
         self.context_parallel = None
         if dims.cp > 1:
@@ -123,7 +131,51 @@ class DeviceMeshStrategy(Strategy):
         partial = set() if self.tensor_parallel is None else self.tensor_parallel.partial_grad_parameters
         # A weight of the model without any gradient has no part in the result, and must not be decayed.
         include_missing = self.dims.model_parallel_size > 1 and not self.trains_base
-        all_reduce_gradients(self.model, self.dims, divisor, partial, include_missing=include_missing)
+        sharded = () if self._sharded is None else self._sharded
+        all_reduce_gradients(
+            self.model,
+            self.dims,
+            divisor,
+            partial,
+            include_missing=include_missing,
+            sharded=sharded,
+            replica_group=self.mesh.get_group("dp"),
+        )
+
+    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+        if self._sharded is None:
+            return super().clip_grad_norm(parameters, max_norm)
+        return clip_sharded_grad_norm(self.accelerator, parameters, max_norm, self.sum_over_shards, self.count_copies)
+
+    @property
+    def shard_rank(self) -> int:
+        return super().shard_rank if self._sharded is None else self._sharded.group.rank()
+
+    def sum_over_shards(self, values: Tensor) -> Tensor:
+        if self._sharded is None:
+            return super().sum_over_shards(values)
+        return sum_over_group(values, self.device, self._sharded.group)
+
+    def count_copies(self, weight: nn.Parameter) -> int:
+        return 1 if self._sharded is None or weight in self._sharded else self.dims.tp
+
+    def get_stand_in(self, weight: Tensor) -> Tensor:
+        return super().get_stand_in(weight) if self._sharded is None else self._sharded.get_stand_in(weight)
+
+    def find_gather(self, stand_in: Tensor) -> GatherWeight | None:
+        sharded = self._sharded
+        if sharded is None or (weight := sharded.find_weight(stand_in)) is None:
+            return super().find_gather(stand_in)
+        return lambda: sharded.gather(weight, weight)
+
+    def gather_state(self, weight: nn.Parameter, values: Tensor) -> Tensor:
+        if self._sharded is None or weight not in self._sharded:
+            return values
+        whole = self._sharded.gather(weight, values)
+        return whole.to(HOST) if self.comm.is_main else values
+
+    def take_shard(self, weight: nn.Parameter, whole: Tensor) -> Tensor:
+        return whole if self._sharded is None else self._sharded.take(weight, whole)
 
     def _all_reduce_loss(self, loss: Tensor) -> Tensor:
         """Count the loss once per group of ranks that share images."""

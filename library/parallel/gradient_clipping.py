@@ -30,12 +30,19 @@ def clip_sharded_grad_norm(
     parameters: Iterable[nn.Parameter],
     max_norm: float,
     sum_over_shards: Callable[[Tensor], Tensor],
+    count_copies: Callable[[nn.Parameter], int] = lambda parameter: 1,
 ) -> Tensor:
-    """Clip gradients of which each rank holds a part, as ``clip_grad_norm`` does; the norm is that over all ranks."""
+    """Clip gradients of which each rank holds a part, as ``clip_grad_norm`` does; the norm is that over all ranks.
+
+    ``count_copies`` tells how many of the ranks over which is summed hold the same elements of a parameter.
+    """
     accelerator.unscale_gradients()
-    gradients = [get_local_shard(each.grad) for each in parameters if each.grad is not None]
-    norms = torch._foreach_norm([each for each in gradients if each.numel()], 2, torch.float32) if gradients else []
-    squares = torch.stack([norm.square() for norm in norms]).sum() if norms else torch.zeros(())
+    found = [(get_local_shard(each.grad), count_copies(each)) for each in parameters if each.grad is not None]
+    gradients = [gradient for gradient, _ in found]
+    filled = [(gradient, copies) for gradient, copies in found if gradient.numel()]
+    norms = torch._foreach_norm([each for each, _ in filled], 2, torch.float32) if filled else []
+    parts = [norm.square() / copies for norm, (_, copies) in zip(norms, filled, strict=True)]
+    squares = torch.stack(parts).sum() if parts else torch.zeros(())
     norm = sum_over_shards(squares.to(accelerator.device)).sqrt()
     if max_norm and gradients:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -14,12 +14,15 @@ average them instead,
 |                         | when no rank ran out of memory           |                    | x world size           |
 | FSDP, tensor parallel,  | flat, over all ranks, after the last     | as DDP             | accumulation steps (a) |
 | context parallel        | micro-batch (adapters are replicated)    |                    | x world size x cp (*)  |
+| tensor parallel,        | those of sharded weights over the ranks  | as DDP             | accumulation steps (a) |
+| --train full            | with the same shard, others over all     |                    | x world size           |
 | FSDP, --train full      | reduce-scatter in backward of every      | as DDP             | accumulation steps (a) |
 |                         | micro-batch; HSDP: all-reduce in the last|                    | x world size (FSDP)    |
 | pipeline                | flat, over all ranks, after the schedule | 1                  | cp (*)                 |
 | DeepSpeed               | in backward, by DeepSpeed                | world size         | world size (DeepSpeed) |
-| gradient probe, warm-up | none with DDP and DeepSpeed, FSDP's own  | 1 (0 before the    | dp x cp (*)            |
-| (``Strategy.backward``) | with --train full, else flat over all    | last stage)        |                        |
+| gradient probe, warm-up | none with DDP and DeepSpeed; FSDP's and  | 1 (0 before the    | dp x cp (*)            |
+| (``Strategy.backward``) | ZeRO 3's own with --train full, else     | last stage)        |                        |
+|                         | flat over all                            |                    |                        |
 
 (a) By accelerate, in ``Accelerator.backward``.
 (*) Tensor parallel: gradients that are complete on every rank of a group are divided by tp first; those of adapters in
@@ -66,11 +69,11 @@ class FlatGradients:
         self._gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         self._flat = torch.cat([gradient.reshape(-1) for gradient in self._gradients]) if self._gradients else None
 
-    def all_reduce_mean(self, divisor: int) -> None:
-        """Sum over all ranks, divide by ``divisor``, and copy the result to the gradients."""
+    def all_reduce_mean(self, divisor: int, group: dist.ProcessGroup | None = None) -> None:
+        """Sum over all ranks, or those of ``group``, divide by ``divisor``, and copy the result to the gradients."""
         if self._flat is None:
             return
-        dist.all_reduce(self._flat)
+        dist.all_reduce(self._flat, group=group)
         self._flat /= divisor
         parts = torch.split(self._flat, [gradient.numel() for gradient in self._gradients])
         for gradient, part in zip(self._gradients, parts, strict=True):
@@ -84,19 +87,26 @@ def all_reduce_gradients(
     partial_grad_parameters: Container[nn.Parameter],
     *,
     include_missing: bool,
+    sharded: Container[nn.Parameter] = (),
+    replica_group: dist.ProcessGroup | None = None,
 ) -> None:
     """All-reduce gradients over all ranks of FSDP, tensor, context and pipeline parallelism; divide by divisor x cp.
 
-    ``include_missing``: ranks have gradients of different parameters, and use zeros for the others.
+    ``include_missing``: ranks have gradients of different parameters, and use zeros for the others.  Gradients of
+    ``sharded`` parameters are those of a part, and all-reduced over the ranks that have the same (``replica_group``).
     """
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    parts = [each for each in parameters if each in sharded]
+    others = [each for each in parameters if each not in sharded]
     if dims.tp > 1:
-        for parameter in model.parameters():
+        for parameter in others:
             if parameter.grad is not None and parameter not in partial_grad_parameters:
                 parameter.grad /= dims.tp
     with record_phase("communication"):
-        for parameters in group_by_size([each for each in model.parameters() if each.requires_grad]):
-            gradients = FlatGradients(parameters, include_missing=include_missing)
-            gradients.all_reduce_mean(divisor * dims.cp)
+        for each, group in ((others, None), (parts, replica_group)):
+            for members in group_by_size(each):
+                gradients = FlatGradients(members, include_missing=include_missing)
+                gradients.all_reduce_mean(divisor * dims.cp, group)
 
 
 def group_by_size(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:

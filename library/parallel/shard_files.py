@@ -5,7 +5,7 @@ pickle, and reads what it needs of all files, however many ranks wrote them.  So
 """
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,8 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from ..atomic_files import FileEntry, describe_file, fsync_dir
 from ..distributed.communicator import Communicator
+from ..distributed.devices import HOST
 from ..errors import UserError
-from .sharded_weights import shard_like
+from .sharded_weights import copy_shard_to_host, fit_shape, shard_like
 from .strategy import Strategy
 
 SHARDS_FOLDER = "shards"
@@ -43,6 +44,16 @@ def describe_sharded(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
     return {name: [str(each.dtype).removeprefix("torch."), list(each.shape)] for name, each in tensors.items()}
 
 
+class _HostCopyWriter(HuggingFaceStorageWriter):
+    """A writer that copies the parts of this rank to host memory, and nothing else.
+
+    torch 2.13 copies parts that are there already with all of the memory of which they are slices.
+    """
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {name: copy_shard_to_host(tensor) for name, tensor in state_dict.items()}
+
+
 class ShardWriter:
     """Writes the parts of all ranks in the background, in a process group of its own."""
 
@@ -53,7 +64,7 @@ class ShardWriter:
 
     def start(self, folder: Path, tensors: Mapping[str, DTensor]) -> Future[Any]:
         """Copy the parts of this rank to host memory and start writing them; a collective."""
-        writer = HuggingFaceStorageWriter(str(folder / SHARDS_FOLDER), _number_files(tensors), save_distributed=True)
+        writer = _HostCopyWriter(str(folder / SHARDS_FOLDER), _number_files(tensors), save_distributed=True)
         with _silence_checkpoint_warnings():
             future: Any = async_save(dict(tensors), storage_writer=writer, process_group=self._group)
         return future  # type: ignore[no-any-return]
@@ -90,7 +101,7 @@ class ShardWriter:
 
 
 def _number_files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Number the files of each rank, so that none is too large to be held in memory."""
+    """Number the files of each rank, or the parts in which they are read, so that each can be held in memory."""
     numbers, used = dict[str, int](), 0
     for name, tensor in tensors.items():
         used += tensor.nbytes
@@ -119,24 +130,48 @@ def load_shards(
 
     if strategy.shard_group is None:
         return strategy.comm.load_on_main_and_broadcast(read_whole_tensors)
-    targets = dict[str, Tensor]()
+    targets, others = dict[str, Tensor](), dict[str, Tensor]()
     for name, (dtype, shape) in listed.items():
         own = _find_parameter(name, parameters)
         if own is not None and list(own.shape) == shape:
             targets[name] = torch.zeros_like(own.detach(), dtype=getattr(torch, dtype))
-        else:  # of a weight that is not trained now, or another shape, which is reported later
-            targets[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+        else:  # another strategy's shape, or a weight that is not trained now or differs, which is reported later
+            others[name] = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
     _load(folder, targets, no_dist=False)
-    return targets
+    return targets | _load_whole_and_shard(folder, others, names)
 
 
-def shard_whole_tensors(tensors: Mapping[str, Tensor], names: Mapping[nn.Parameter, str]) -> dict[str, Tensor]:
-    """Shard the tensors of a checkpoint of whole weights as the parameters are that they belong to."""
+def _load_whole_and_shard(
+    folder: Path, stand_ins: Mapping[str, Tensor], names: Mapping[nn.Parameter, str]
+) -> dict[str, Tensor]:
+    """Load tensors as a whole on each rank, which keeps its part, some at a time; ``stand_ins`` have their shapes."""
+    numbers, found = _number_files(stand_ins), dict[str, Tensor]()
+    for number in sorted(set(numbers.values())):
+        part = {
+            name: torch.empty_like(each, device=HOST) for name, each in stand_ins.items() if numbers[name] == number
+        }
+        _load(folder, part, no_dist=True)
+        found |= shard_whole_tensors(part, names)
+    return found
+
+
+def shard_whole_tensors(
+    tensors: Mapping[str, Tensor],
+    names: Mapping[nn.Parameter, str],
+    take_shard: Callable[[nn.Parameter, Tensor], Tensor] = lambda parameter, whole: whole,
+) -> dict[str, Tensor]:
+    """Shard the tensors of a checkpoint of whole weights as the parameters are that they belong to.
+
+    ``take_shard`` returns this rank's part of a tensor, where parameters are parts but no DTensors.
+    """
     parameters = {name: parameter for parameter, name in names.items()}
     found = dict[str, Tensor]()
     for name, tensor in tensors.items():
         own = _find_parameter(name, parameters)
-        found[name] = shard_like(tensor, own) if own is not None and own.shape == tensor.shape else tensor
+        if own is not None:
+            tensor = take_shard(own, tensor)
+        fitted = tensor if own is None else fit_shape(tensor, own)
+        found[name] = shard_like(fitted, own) if own is not None and own.shape == fitted.shape else tensor
     return found
 
 

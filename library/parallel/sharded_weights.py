@@ -1,4 +1,4 @@
-"""Trained weights of which each rank holds a part (FSDP with ``--train full``): DTensors, read and written in parts.
+"""Trained weights of which each rank holds a part (FSDP or ZeRO 3 with ``--train full``): DTensors.
 
 What computes on single elements works on the part of this rank; what needs a whole weight, such as a file, gathers one
 at a time.
@@ -13,7 +13,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from ..distributed.communicator import Communicator
+from ..distributed.devices import HOST
 from ..models.component_files import ReadWeight, read_whole
+
+GatherWeight = Callable[[], Tensor]
+"""Gathers a weight as a whole; all ranks call it."""
 
 END = -1
 """What the main rank sends instead of the number of a weight when it needs no more."""
@@ -25,6 +29,13 @@ def get_local_shard(tensor: Tensor) -> Tensor:
         return tensor
     local: Tensor = tensor.to_local()
     return local.detach()
+
+
+def sum_over_group(values: Tensor, device: torch.device, group: dist.ProcessGroup) -> Tensor:
+    """Sum what each rank of a group computed of its part of the weights."""
+    total = values.to(device, copy=True)
+    dist.all_reduce(total, group=group)
+    return total.to(values.device)
 
 
 @torch.no_grad()
@@ -41,6 +52,21 @@ def shard_like(value: Tensor, model: Tensor) -> Tensor:
     return distribute_tensor(local, model.device_mesh, model.placements, src_data_rank=None)
 
 
+def copy_shard_to_host(tensor: DTensor) -> DTensor:
+    """Copy the part of a tensor on this rank to host memory."""
+    local = get_local_shard(tensor).to(HOST, copy=True).contiguous()
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def fit_shape(value: Tensor, model: Tensor) -> Tensor:
+    """Give a whole value the shape of ``model``, where one of them is flat, as the weights of ZeRO 3 are."""
+    if value.shape != model.shape and value.numel() == model.numel() and 1 in (value.dim(), model.dim()):
+        return value.reshape(model.shape)
+    return value
+
+
 def replace_optimizer_parameters(
     optimizer: Optimizer, names: Mapping[nn.Parameter, str], sharded: Mapping[str, nn.Parameter]
 ) -> None:
@@ -50,23 +76,28 @@ def replace_optimizer_parameters(
 
 
 def run_on_main_with_whole_weights(
-    comm: Communicator, weights: Sequence[Tensor], work: Callable[[ReadWeight], None]
+    comm: Communicator,
+    weights: Sequence[Tensor],
+    work: Callable[[ReadWeight], None],
+    find_gather: "Callable[[Tensor], GatherWeight | None]",
 ) -> None:
     """Run ``work`` on the main rank with a function that gathers any of ``weights``; an error is raised on all ranks.
 
     The main rank asks for weights in the order in which it needs them, and holds one at a time; the other ranks take
-    part in gathering until it has ended.
+    part in gathering until it has ended.  ``find_gather`` returns what gathers a weight; None if each rank has it.
     """
-    if not any(isinstance(weight, DTensor) for weight in weights):
+    gathers = [find_gather(weight) for weight in weights]
+    if not any(gathers):
         comm.run_on_main(lambda: work(read_whole))
         return
     numbers = {id(weight): number for number, weight in enumerate(weights)}
 
     def read_weight(weight: Tensor) -> Tensor:
-        if not isinstance(weight, DTensor):
+        number = numbers.get(id(weight))
+        if number is None or (gather := gathers[number]) is None:
             return weight
-        _broadcast_number(comm, numbers[id(weight)])
-        return _gather(weight)
+        _broadcast_number(comm, number)
+        return gather()
 
     def work_and_end() -> None:
         try:
@@ -76,7 +107,8 @@ def run_on_main_with_whole_weights(
 
     if not comm.is_main:
         while (number := _broadcast_number(comm)) != END:
-            _gather(weights[number])
+            if (gather := gathers[number]) is not None:
+                gather()
     comm.run_on_main(work_and_end)
 
 
@@ -86,9 +118,8 @@ def _broadcast_number(comm: Communicator, number: int = END) -> int:
     return int(value)
 
 
-def _gather(weight: Tensor) -> Tensor:
+def gather_shards(weight: DTensor) -> Tensor:
     """All-gather a weight, on the device: a shard that is kept in host memory is copied there."""
-    assert isinstance(weight, DTensor)
     local, mesh = weight.to_local(), weight.device_mesh
     if local.device.type != mesh.device_type:
         moved = local.to(mesh.device_type)

@@ -4,12 +4,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..adapters.token_layout import ShardedTokens
@@ -29,6 +31,7 @@ from .gradient_accumulation import GradientAccumulation, TrainingTask
 from .gradient_clipping import clip_grad_norm
 from .gradient_sync import all_reduce_loss, scale_loss
 from .parallel_plan import ParallelPlan
+from .sharded_weights import GatherWeight, gather_shards, sum_over_group
 
 if TYPE_CHECKING:
     from .compile import Compilation, CompileDynamic
@@ -245,11 +248,7 @@ class Strategy(ABC):
 
     def sum_over_shards(self, values: Tensor) -> Tensor:
         """Sum what each rank computed of its part of the trained weights; a collective where they are sharded."""
-        if self.shard_group is None:
-            return values
-        total = values.to(self.device, copy=True)
-        dist.all_reduce(total, group=self.shard_group)
-        return total.to(values.device)
+        return values if self.shard_group is None else sum_over_group(values, self.device, self.shard_group)
 
     @contextmanager
     def evaluate(self) -> Iterator[None]:
@@ -274,6 +273,41 @@ class Strategy(ABC):
 
     def sync_master_weights(self) -> None:  # noqa: B027
         """Copy the trainable parameters to the engine's master weights; call it after writing to them."""
+
+    def use_written_weights(self) -> None:  # noqa: B027
+        """Let the model compute with values that were written to trained weights, where it holds another copy.
+
+        A collective.  Unlike ``sync_master_weights`` it is for values that are taken back, as those of an EMA are.
+        """
+
+    def iter_trained_weights(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the trained weights of the wrapped model with their names, as the optimizer has them."""
+        for name, parameter in self.unwrap_model(model).named_parameters():
+            if parameter.requires_grad:
+                yield name, parameter
+
+    def get_stand_in(self, weight: Tensor) -> Tensor:
+        """Return what has the shape of a weight of the model: itself, unless an engine keeps its elements elsewhere."""
+        return weight.detach()
+
+    def find_gather(self, stand_in: Tensor) -> GatherWeight | None:
+        """Return what gathers a weight for which ``get_stand_in`` returned ``stand_in``; None if each rank has it."""
+        return partial(gather_shards, stand_in) if isinstance(stand_in, DTensor) else None
+
+    def count_copies(self, weight: nn.Parameter) -> int:
+        """Count the ranks over which ``sum_over_shards`` sums that hold the same elements of a trained weight."""
+        return 1
+
+    def gather_state(self, weight: nn.Parameter, values: Tensor) -> Tensor:
+        """Gather values of a trained weight for a checkpoint, on the main rank; a collective.
+
+        Shards that checkpoints have as such (``shard_group``) are returned as they are.
+        """
+        return values
+
+    def take_shard(self, weight: nn.Parameter, whole: Tensor) -> Tensor:
+        """Return what this rank holds of values that ``gather_state`` returned; without communication."""
+        return whole
 
     def close(self) -> None:  # noqa: B027
         """Release files and environment variables of the engine; call it before the process group is destroyed."""

@@ -1,9 +1,11 @@
-"""Tensor parallelism: frozen linear layers sharded column-wise or row-wise (Megatron), with replicated LoRA adapters.
+"""Tensor parallelism: linear layers sharded column-wise or row-wise (Megatron), with replicated LoRA adapters.
 
 A column-wise layer (torch's ``ColwiseParallel``; the *rows* of its weight are sharded) computes some of its outputs; a
 row-wise layer takes some of its inputs and all-reduces its output.  An adapter uses the same slice of
 its own matrices, so its gradient on a rank is partial, and the sum over the tensor-parallel group is the gradient.
 Which layers are column-wise and which row-wise is decided in ``parallel_plan``.
+
+With ``--train full`` the shards themselves are trained (``tensor_parallel_weights``), and their gradients are complete.
 
 Shards are plain tensors and not DTensors, on which most optimizers fail.  diffusers' own plan is not used because it
 refuses models with adapters.
@@ -21,23 +23,30 @@ from torch.nn import functional
 
 from .parallel_plan import TensorParallelPlan
 from .quantize import FrozenLayer, Ranges, take_ranges
+from .tensor_parallel_weights import TensorParallelWeights, WeightLayout, iter_head_norms
 
 
 class TensorParallel:
     """The shard of a model's linear layers on this rank."""
 
-    def __init__(self, rank: int, size: int, all_reduce: Callable[[Tensor], object]):
-        """``all_reduce`` sums a tensor over the tensor-parallel group, in place."""
-        self.rank, self.size, self.all_reduce = rank, size, all_reduce
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        all_reduce: Callable[[Tensor], object],
+        weights: TensorParallelWeights | None = None,
+    ):
+        """``all_reduce`` sums a tensor over the tensor-parallel group, in place; ``weights`` collects trained ones."""
+        self.rank, self.size, self.all_reduce, self.weights = rank, size, all_reduce, weights
         self.partial_grad_parameters: set[nn.Parameter] = set()
-        """Adapter parameters whose gradient on a rank is partial; the gradient of others is complete on every rank."""
+        """Replicated parameters whose gradient on a rank is partial; that of others is complete on every rank."""
         self._is_bypassed = False
         self._latest_input: tuple[Tensor, bool, Tensor] | None = None
         """The latest input of column-wise layers, whether grad was enabled, and its copy with all-reduced gradient."""
 
     @classmethod
-    def from_group(cls, group: dist.ProcessGroup) -> "TensorParallel":
-        return cls(dist.get_rank(group), dist.get_world_size(group), partial(dist.all_reduce, group=group))
+    def from_group(cls, group: dist.ProcessGroup, weights: TensorParallelWeights | None = None) -> "TensorParallel":
+        return cls(dist.get_rank(group), dist.get_world_size(group), partial(dist.all_reduce, group=group), weights)
 
     def shard_layers(self, model: nn.Module, plan: TensorParallelPlan) -> None:
         """Replace each layer of the plan by this rank's shard."""
@@ -46,7 +55,11 @@ class TensorParallel:
             layer = model.get_submodule(name)
             shard = self._shard_colwise if style == "colwise" else self._shard_rowwise
             shard(layer, self._compute_local_ranges(sizes))
-            self.partial_grad_parameters |= {parameter for parameter in layer.parameters() if parameter.requires_grad}
+            if self.weights is None:
+                trained = {parameter for parameter in layer.parameters() if parameter.requires_grad}
+                self.partial_grad_parameters |= trained
+        if self.weights is not None:
+            self.partial_grad_parameters |= set(iter_head_norms(model, plan))
 
     @contextmanager
     def bypass(self) -> Iterator[None]:
@@ -81,9 +94,9 @@ class TensorParallel:
 
     def _shard_colwise(self, layer: nn.Module, ranges: Ranges) -> None:
         base = _get_base_layer(layer)
-        _shard_weight(base, 0, ranges)
+        self._shard_weight(base, 0, ranges)
         if base.bias is not None:
-            _set_frozen_parameter(base, "bias", take_ranges(base.bias, 0, ranges))
+            self._shard_parameter(base, "bias", 0, ranges)
         layer.register_forward_pre_hook(lambda _, inputs: self._copy_input(inputs))
 
         def shard_output(_: nn.Module, inputs: Any, output: Tensor) -> Tensor:
@@ -94,12 +107,37 @@ class TensorParallel:
 
     def _shard_rowwise(self, layer: nn.Module, ranges: Ranges) -> None:
         base = _get_base_layer(layer)
-        _shard_weight(base, 1, ranges)
+        self._shard_weight(base, 1, ranges)
+        if base.bias is not None and self.weights is not None:  # a trained bias is whole on all ranks
+            base.forward = lambda input: functional.linear(input, base.weight)
+            layer.register_forward_hook(
+                lambda _, inputs, output: (total := self._all_reduce_output(output)) + base.bias.to(total.dtype)
+            )
+            return
         if base.bias is not None and self.rank:  # rank 0 adds the bias
             _set_frozen_parameter(base, "bias", torch.zeros_like(base.bias))
         layer.register_forward_hook(lambda _, inputs, output: self._all_reduce_output(output))
         for lora_a in _get_adapter_layers(layer, "lora_A"):
             lora_a.forward = self._build_sharded_forward(lora_a, ranges)
+
+    def _shard_weight(self, base: Any, dim: int, ranges: Ranges) -> None:
+        """Keep these rows (0) or columns (1) of the weight, and of the training adapter's update of it."""
+        if (update := getattr(base, "training_adapter", None)) is not None:
+            name = "down" if dim else "up"
+            _set_frozen_parameter(update, name, take_ranges(getattr(update, name), dim, ranges))
+        if isinstance(base, FrozenLayer):
+            base.store_weight(base.fetch_weight().take_ranges(dim, ranges))
+        else:
+            self._shard_parameter(base, "weight", dim, ranges)
+
+    def _shard_parameter(self, base: Any, name: str, dim: int, ranges: Ranges) -> None:
+        whole = getattr(base, name)
+        if self.weights is None:
+            _set_frozen_parameter(base, name, take_ranges(whole, dim, ranges))
+            return
+        layout = WeightLayout(dim, ranges, whole.shape)
+        setattr(base, name, nn.Parameter(layout.take(whole), requires_grad=whole.requires_grad))
+        self.weights.add(getattr(base, name), layout)
 
     def _build_sharded_forward(self, lora_a: Any, ranges: Ranges) -> Callable[[Tensor], Tensor]:
         full_forward = lora_a.forward
@@ -167,17 +205,6 @@ def _get_base_layer(layer: nn.Module) -> Any:
 
 def _get_adapter_layers(layer: nn.Module, name: str) -> list[Any]:
     return list(getattr(layer, name, {}).values())
-
-
-def _shard_weight(base: Any, dim: int, ranges: Ranges) -> None:
-    """Keep these rows (0) or columns (1) of the weight, and of the training adapter's update of it."""
-    if (update := getattr(base, "training_adapter", None)) is not None:
-        name = "down" if dim else "up"
-        _set_frozen_parameter(update, name, take_ranges(getattr(update, name), dim, ranges))
-    if isinstance(base, FrozenLayer):
-        base.store_weight(base.fetch_weight().take_ranges(dim, ranges))
-    else:
-        _set_frozen_parameter(base, "weight", take_ranges(base.weight, dim, ranges))
 
 
 def _set_frozen_parameter(layer: nn.Module, name: str, shard: Tensor) -> None:

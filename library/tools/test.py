@@ -19,6 +19,7 @@ PLATFORMS = ("win32", "darwin")
 _PYTEST = ("pytest", "-n", "2", "--dist", "worksteal")
 _LINT = (("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",))
 _QUICK = (_PYTEST,)
+_SLOW = (*_PYTEST, "-m", "slow and not programs and not pairs")
 _PLATFORMS = tuple(("mypy", "--platform", name, "--cache-dir", f".mypy_cache/{name}") for name in PLATFORMS)
 
 SUITES: Mapping[str, tuple[str, Sequence[Sequence[Sequence[str]]]]] = {
@@ -26,9 +27,10 @@ SUITES: Mapping[str, tuple[str, Sequence[Sequence[Sequence[str]]]]] = {
     "lint": ("linter, format and types", (_LINT,)),
     "lint-platforms": ("types of the code for Windows and macOS", (_PLATFORMS,)),
     "quick": ("the quick tests", (_QUICK,)),
-    "slow": (
-        "the other tests, after lint-platforms",
-        ((*_PLATFORMS, (*_PYTEST, "-m", "slow and not programs and not pairs")),),
+    "slow": ("the other tests, beside lint-platforms", (_PLATFORMS, (_SLOW,))),
+    "daily": (
+        "as slow, with a third of the rows of tests that have many, in three days all: for continuous integration",
+        (_PLATFORMS, ((*_SLOW, "--days", "3"),)),
     ),
     "pairs": (
         "today's slice of the runs in which every pair of settings is",

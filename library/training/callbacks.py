@@ -179,7 +179,7 @@ class WeightSyncCheck:
         if others := [rank for rank, (part, value) in enumerate(found) if value != common[part]]:
             who = format_ranks(others, run.strategy.comm.hostnames)
             rest = "rank 0" if len(hashes) == 2 else f"the other {len(hashes) - len(others)} ranks"
-            if strategy.shard_group is not None:
+            if len(common) > 1:
                 rest = "ranks that hold the same part"
             since = f"after the check at step {self.last_equal_step}, where all ranks were equal"
             if self.last_equal_step is None:

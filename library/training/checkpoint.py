@@ -23,6 +23,7 @@ from ..errors import UserError, format_error
 from ..optim.optimizers import load_optimizer_state
 from ..parallel.async_copy import HostSnapshot
 from ..parallel.shard_files import ShardWriter, describe_sharded, shard_whole_tensors, split_sharded
+from ..parallel.strategy import Strategy
 from ..problems import Problem
 from . import checkpoint_dir
 from .checkpoint_dir import SHARDS_KEY
@@ -209,12 +210,12 @@ def unflatten_state(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 def capture_state(run: TrainingRun) -> dict[str, Any]:
     """Collect adapter, EMA, optimizer and gradient scaler. Collective with a sharded optimizer state."""
-    names = name_parameters(run)
-    ema_params = dict(zip(names.values(), run.ema.shadow_params, strict=True)) if run.ema is not None else {}
+    names, gather = name_parameters(run), run.strategy.gather_state
+    ema_params = list(zip(names.items(), run.ema.shadow_params, strict=True)) if run.ema is not None else []
     scaler = run.strategy.accelerator.scaler
     return {
-        "adapter": {name: parameter.detach() for parameter, name in names.items()},
-        "ema": ema_params,
+        "adapter": {name: gather(parameter, parameter.detach()) for parameter, name in names.items()},
+        "ema": {name: gather(parameter, average) for (parameter, name), average in ema_params},
         "optimizer": _export_optimizer_state(run, names),
         "scaler": scaler.state_dict() if scaler is not None else {},
     }
@@ -246,7 +247,7 @@ def serialize_state(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
 def restore_state(run: TrainingRun, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Load a checkpoint into ``run``."""
     names = name_parameters(run)
-    tensors = shard_whole_tensors(tensors, names)
+    tensors = shard_whole_tensors(tensors, names, run.strategy.take_shard)
     tree = {name: unflatten_state(part, tensors) for name, part in metadata["tree"].items()}
     _check_shapes(names, tree["adapter"])
     with torch.no_grad():
@@ -273,7 +274,7 @@ def restore_state(run: TrainingRun, metadata: Mapping[str, Any], tensors: Mappin
 def name_parameters(run: TrainingRun) -> dict[nn.Parameter, str]:
     """Name each trainable parameter once, by its first name in the model."""
     first_names: dict[nn.Parameter, str] = {}
-    for name, parameter in run.strategy.unwrap_model(run.model).named_parameters():
+    for name, parameter in run.strategy.iter_trained_weights(run.model):
         first_names.setdefault(parameter, clean_parameter_name(name))
     return {parameter: first_names[parameter] for parameter in run.parameters}
 
@@ -298,10 +299,18 @@ def _export_optimizer_state(run: TrainingRun, names: Mapping[nn.Parameter, str])
     exported = dict(run.optimizer.state_dict())
     numbers = _map_parameter_names(run, names, exported["param_groups"])
     state = {numbers[number]: value for number, value in exported.pop("state").items()}
+    for parameter, name in names.items():
+        if name in state:
+            state[name] = {key: _gather_value(run.strategy, parameter, value) for key, value in state[name].items()}
     groups = [
         {**group, "params": [numbers[number] for number in group["params"]]} for group in exported["param_groups"]
     ]
     return {**exported, "state": state, "param_groups": groups}
+
+
+def _gather_value(strategy: Strategy, parameter: nn.Parameter, value: Any) -> Any:
+    is_of_weight = isinstance(value, Tensor) and value.shape == parameter.shape
+    return strategy.gather_state(parameter, value) if is_of_weight else value
 
 
 def _map_parameter_names(run: TrainingRun, names: Mapping[nn.Parameter, str], groups: Any) -> dict[int, str]:

@@ -138,7 +138,8 @@ class WeightChanges(UpdateNorms):
     def __call__(self, run: TrainingRun) -> None:
         with use_eval_weights(run.optimizer):
             weights = self._iter_weights(run)
-            squares = [self._estimate_squares(name, weight) for name, weight in weights]
+            count_copies = run.strategy.count_copies
+            squares = [self._estimate_squares(name, weight, count_copies(weight)) for name, weight in weights]
         totals = run.strategy.sum_over_shards(torch.tensor(squares, dtype=torch.float64)).sqrt().tolist()
         self.norms = {name: total for (name, _), total in zip(weights, totals, strict=True)}
         by_type = group_norms_by_layer_type(self.norms)
@@ -149,11 +150,11 @@ class WeightChanges(UpdateNorms):
         values = {"update/dead_layers": len(still), "update/layers": len(self.norms)}
         run.metric_logger.log_values(run, values | {f"update/kind/{name}": value for name, value in by_type.items()})
 
-    def _estimate_squares(self, name: str, weight: Tensor) -> float:
-        """Estimate the sum of the squared changes of the weight, or of its part on this rank."""
+    def _estimate_squares(self, name: str, weight: Tensor, copies: int) -> float:
+        """Estimate the sum of the squared changes of the weight, or of its part on this rank, of which all have one."""
         before, now = self._before[name], sample_elements(weight)
         share = get_local_shard(weight.detach()).numel() / max(1, before.numel())
-        return float((now - before).double().square().sum()) * share
+        return float((now - before).double().square().sum()) * share / copies
 
     def fail_if_zero(self, run: TrainingRun) -> None:
         if not self._is_whole_run or any(self.norms.values()):
@@ -165,5 +166,4 @@ class WeightChanges(UpdateNorms):
 
     @staticmethod
     def _iter_weights(run: TrainingRun) -> Sequence[tuple[str, nn.Parameter]]:
-        model = run.strategy.unwrap_model(run.model)
-        return [(clean_parameter_name(name), each) for name, each in model.named_parameters() if each.requires_grad]
+        return [(clean_parameter_name(name), each) for name, each in run.strategy.iter_trained_weights(run.model)]

@@ -136,12 +136,17 @@ class NanGuard:
         self._scaler_state = None if scaler is None else scaler.state_dict()
 
     def count_snapshot_bytes(self, run: TrainingRun) -> int:
-        """Count the bytes of trained weights, EMA and optimizer state, which are complete on every rank."""
+        """Count the bytes of all trained weights, EMA and optimizer state, of which each rank may hold a part."""
         if self.has_snapshots:
             return self._snapshot.count_bytes()
-        state = [value for each in run.optimizer.state.values() for value in each.values()]
         ema_params = run.ema.shadow_params if run.ema is not None else []
-        return sum(each.nbytes for each in (*run.parameters, *ema_params, *state) if isinstance(each, Tensor))
+        averages, total = dict(zip(run.parameters, ema_params, strict=False)), 0
+        for parameter in run.parameters:
+            state = run.optimizer.state.get(parameter, {}).values()
+            held = [parameter, averages.get(parameter), *state]
+            num_bytes = sum(each.nbytes for each in held if isinstance(each, Tensor))
+            total += num_bytes * run.strategy.get_stand_in(parameter).numel() // max(1, parameter.numel())
+        return total
 
     def restart_timer(self) -> None:
         """Restart the timer, so that warm-up and callbacks do not shorten the next check interval."""

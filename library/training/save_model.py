@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,10 @@ class SaveFullModel(SaveWeights):
         weights = [tensor for each in models for tensor in each.tensors.values()]
         with use_eval_mode(trained):
             run_on_main_with_whole_weights(
-                run.strategy.comm, weights, lambda read_weight: self._write_model(run, path, models, read_weight)
+                run.strategy.comm,
+                weights,
+                lambda read_weight: self._write_model(run, path, models, read_weight),
+                run.strategy.find_gather,
             )
         logger.info("saved %s", path)
         return [path]
@@ -72,7 +75,7 @@ class SaveFullModel(SaveWeights):
     def _list_components(self, run: TrainingRun) -> "list[TrainedComponent]":
         """List the components that are written from memory: those that are trained."""
         return [
-            TrainedComponent(name, model, collect_tensors(model))
+            TrainedComponent(name, model, collect_tensors(model, run.strategy.get_stand_in))
             for name, model in run.strategy.unwrap_model(run.model).named_children()
             if any(parameter.requires_grad for parameter in model.parameters())
         ]
@@ -113,7 +116,7 @@ class SaveModel(SaveFullModel):
     ) -> None:
         read = get_config_reader(self.detected)
         index, pipe = dict(read_required(read, INDEX_FILE)), run.task.pipe
-        metadata = {"format": "pt", **self._build_metadata(run)}
+        metadata = {"format": "pt", **self.build_metadata(run)}
         dtype = None if self.config.save_precision is None else SAVE_DTYPES[self.config.save_precision]
         merged = list_merged_components(run)
         for name, entry in list(index.items()):
@@ -168,9 +171,10 @@ class TrainedComponent:
     tensors: Mapping[str, Tensor]
 
 
-def collect_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Collect the weights of a component by their names in files."""
-    return {clean_parameter_name(name): tensor for name, tensor in model.state_dict().items()}
+def collect_tensors(model: nn.Module, get_stand_in: Callable[[Tensor], Tensor] = torch.detach) -> dict[str, Tensor]:
+    """Collect the weights of a component by their names in files, or what stands for those that are sharded."""
+    tensors = model.state_dict(keep_vars=True)
+    return {clean_parameter_name(name): get_stand_in(tensor) for name, tensor in tensors.items()}
 
 
 def write_component(

@@ -54,8 +54,7 @@ def probe_gradients(run: TrainingRun, batch: PixelBatch) -> None:
         task = replace(task, dropout=None)
         if run.task.dropout is not None:
             run.task.dropout.sample_keys = None
-    model = run.strategy.unwrap_model(run.model)
-    weights = {name: item for name, item in model.named_parameters() if item.requires_grad}
+    weights = dict(run.strategy.iter_trained_weights(run.model))
     sum_over_shards = run.strategy.sum_over_shards
     nonzero = _count_elements(list(weights.values()), torch.count_nonzero, sum_over_shards)
     zeros = [item for item, count in zip(weights.values(), nonzero, strict=True) if not count]
@@ -63,6 +62,7 @@ def probe_gradients(run: TrainingRun, batch: PixelBatch) -> None:
     try:
         for item in zeros:
             copy_to_shard(item, torch.randn(item.shape, generator=generator) * PERTURBATION_STD)
+        run.strategy.use_written_weights()
         loss = torch.stack([run_forward_backward(run, batch, each) for each in task.list_expert_tasks()]).sum()
         gradients = _take_gradients(run.strategy, weights)
         _refuse_decay_of_idle_weights(run.strategy, [name for name, each in gradients.items() if each is None])
@@ -73,6 +73,7 @@ def probe_gradients(run: TrainingRun, batch: PixelBatch) -> None:
                 item.zero_()
             for item in weights.values():
                 item.grad = None
+        run.strategy.use_written_weights()
 
 
 def _take_gradients(strategy: Strategy, weights: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor | None]:
@@ -172,7 +173,9 @@ def list_batch_shapes(plan: MicroBatchSchedule, frame_rule: FrameRule | None = N
 
 def run_forward_backward(run: TrainingRun, batch: PixelBatch, task: "DiffusionTask | None" = None) -> torch.Tensor:
     """Run forward and backward with all loss weights at 1; return the loss."""
-    task = replace(task or run.task, denoiser=run.strategy.unwrap_model(run.model), micro_batch_stats=[])
+    # An engine that shards the trained weights has to see each forward; DDP must not, which would expect a step.
+    model = run.model if run.strategy.shard_group is not None else run.strategy.unwrap_model(run.model)
+    task = replace(task or run.task, denoiser=model, micro_batch_stats=[])
     if run.compilation is not None:
         run.compilation.mark_step_begin()
     with task.scale_adapter(batch):

@@ -335,6 +335,40 @@ def test_parameters_and_state_are_those_that_deepspeeds_public_functions_return(
     assert run_on_ranks(2, compare_with_public_functions, stage) == [[], []]
 
 
+def train_a_weight_without_a_gradient(offload: str | None) -> float:
+    """Take a step with two weights, and a step with the first of them; return by how much that changed the second."""
+    from library.distributed.accelerator import prepare_accelerator
+    from library.distributed.communicator import Communicator
+    from library.distributed.deepspeed_settings import DeepSpeedSettings
+    from library.parallel.deepspeed.engine import DeepSpeedStrategy
+    from library.parallel.strategy import StrategySettings
+
+    comm = Communicator(prepare_accelerator(parse_config([]).config))
+    settings = DeepSpeedSettings(3, offload_optimizer_device=offload)
+    strategy = DeepSpeedStrategy(comm, StrategySettings(deepspeed=settings))
+    model = torch.nn.Module()
+    model.weights = torch.nn.ParameterList(torch.nn.Parameter(torch.ones(size)) for size in (6, 4))
+    model.forward = lambda count: sum(weight.square().sum() for weight in list(model.weights)[:count])
+    wrapped, optimizer = strategy.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    values = []
+    for count in (2, 1):
+        strategy._engine.set_gradient_accumulation_boundary(True)
+        strategy._engine.backward(wrapped(count))
+        optimizer.clip_in_next_step(0.0)
+        optimizer.step()
+        values.append(model.weights[1].detach().clone())
+    assert torch.allclose(values[0], torch.full((4,), 0.8))
+    strategy.close()
+    comm.destroy_process_group()
+    return float((values[1] - values[0]).abs().max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("offload", [None, "cpu"])
+def test_a_weight_without_a_gradient_is_not_updated_by_that_of_a_former_step(offload):
+    assert run_on_ranks(2, train_a_weight_without_a_gradient, offload) == [0.0, 0.0]
+
+
 # optimizer offload
 
 

@@ -1,5 +1,6 @@
-"""Full training with sharded weights (FSDP2, HSDP): equal to one process, and a part of everything on each rank."""
+"""Full training with sharded weights (FSDP2, HSDP, ZeRO 3): equal to one process, a part of everything on each rank."""
 
+import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,6 +10,7 @@ import all_options_run
 import pytest
 import torch
 from killed_runs import train_and_kill
+from PIL import Image, ImageChops
 from problem_lines import format_lines
 from rank_processes import run_on_ranks
 from resumed_runs import copy_as_killed
@@ -16,6 +18,7 @@ from safetensors.torch import load_file
 from training_runs import even_dataset, train
 
 from library.config import parse_config
+from library.distributed.parallel_dims import validate_parallel_dims
 from library.distributed.validate_sharding import validate_deepspeed
 from library.distributed.world import World
 from library.models.families import FAMILIES as FAMILIES_BY_NAME
@@ -42,10 +45,20 @@ def build_flags(dataset: Path, folder: Path, ranks: int, *flags: str) -> tuple[s
     return (*SETTINGS, *split, "--dataset_config", str(dataset), "--output_dir", str(folder), *flags)
 
 
-def train_full(dataset: Path, folder: Path, ranks: int, *flags: str) -> Path:
+def train_full(dataset: Path, folder: Path, ranks: int, *flags: str, environment: dict[str, str] | None = None) -> Path:
     """Train in full on ``ranks`` ranks with four images in each step; return the folder of the model."""
-    run_on_ranks(ranks, train, *build_flags(dataset, folder, ranks, *flags))
+    run_on_ranks(ranks, train, *build_flags(dataset, folder, ranks, *flags), environment=environment)
     return folder / "lora"
+
+
+def launch_zero_3_that_keeps_nothing_gathered(folder: Path) -> dict[str, str]:
+    """The environment of accelerate launch for a DeepSpeed file of ZeRO 3.
+
+    Its defaults keep weights of up to 100,000 elements gathered, which are all of a tiny model.
+    """
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+    (folder / "ds.json").write_text(json.dumps({"zero_optimization": zero}))
+    return {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(folder / "ds.json")}
 
 
 def read_weights(model: Path) -> dict[str, torch.Tensor]:
@@ -85,13 +98,16 @@ def whole_models(even_dataset, tmp_path_factory):
     return models
 
 
+ZERO_3 = "--deepspeed --zero_stage 3"
 LAYOUTS = [
     (2, "--fsdp", FAMILIES),
     (2, "--fsdp --fsdp_offload_params --gradient_checkpointing --no-fsdp_reshard_after_forward", FAMILIES),
     (4, "--fsdp --dp_replicate_size 2", FAMILIES),
     (2, "--deepspeed --zero_stage 1", ("sd1",)),
     (2, "--deepspeed --zero_stage 2 --offload_optimizer_device cpu", ("flux",)),
+    (2, f"{ZERO_3} --offload_optimizer_device cpu --offload_param_device cpu --gradient_checkpointing", ("flux",)),
     (2, "--cp_size 2 --train_batch_size 2", ("flux",)),
+    (4, "--tp_size 2 --train_batch_size 2", ("flux",)),
     (4, "--cp_size 2 --fsdp --train_batch_size 2", ("flux",)),
 ]
 
@@ -145,13 +161,25 @@ def test_optimizers_that_need_whole_weights_are_refused_by_name_with_the_reason(
 
 
 @pytest.mark.quick
-def test_zero_stage_3_is_refused_for_trained_weights():
-    config = parse_config("--train full --deepspeed --zero_stage 3".split()).config
-    assert format_lines(validate_deepspeed(config, World())) == [
-        "--train full: ZeRO stage 3 is for frozen models, and full trains the model; use --fsdp, which shards as much,"
-        " or --zero_stage 1 or 2"
+def test_tensor_parallelism_with_fsdp_is_refused_for_trained_weights():
+    config = parse_config("--train full --fsdp --tp_size 2".split()).config
+    assert format_lines(validate_parallel_dims(config, World(world_size=4))) == [
+        "--tp_size 2: with FSDP it is not supported with train full; use one of the two"
     ]
-    assert not [*validate_deepspeed(parse_config("--train full --deepspeed --zero_stage 2".split()).config, World())]
+    launched = World(world_size=4, engines=("FSDP",))
+    assert [*validate_parallel_dims(parse_config("--train full --tp_size 2".split()).config, launched)]
+    assert not [*validate_parallel_dims(parse_config("--fsdp --tp_size 2".split()).config, launched)]
+
+
+@pytest.mark.quick
+def test_files_for_the_weights_of_zero_stage_3_are_refused_for_trained_weights(tmp_path):
+    nvme = f"--offload_param_device nvme --offload_param_nvme_path {tmp_path}"
+    config = parse_config(f"--train full {ZERO_3} {nvme}".split()).config
+    assert format_lines(validate_deepspeed(config, World())) == [
+        "--offload_param_device nvme: it is for frozen weights, and train full trains them; use cpu"
+    ]
+    for more in ("", "--offload_param_device cpu"):
+        assert not [*validate_deepspeed(parse_config(f"--train full {ZERO_3} {more}".split()).config, World())]
 
 
 def build_sharded_model(*flags: str):
@@ -264,27 +292,40 @@ def train_and_measure(*flags: str) -> dict[str, float]:
     """Train; return the bytes on this rank of weights, gradients and optimizer state, by those of one process."""
     from library.training import loop
 
-    shares, clip_gradients = dict[str, float](), loop._clip_gradients
+    shares = dict[str, float]()
+    accumulate_gradients, clip_gradients = loop.accumulate_gradients, loop._clip_gradients
 
-    def measure(run) -> torch.Tensor:
+    def measure_between_steps(run, batches) -> torch.Tensor:
+        weights = [*run.strategy.unwrap_model(run.model).parameters()]
+        whole = sum(run.strategy.get_stand_in(each).nbytes for each in weights)
+        if hasattr(weights[0], "ds_tensor"):  # of ZeRO 3, whose optimizer could have copies
+            weights += [*(each.ds_tensor for each in weights), *run.parameters]
+        shares["weights"] = count_local_bytes(weights) / whole
+        return accumulate_gradients(run, batches)
+
+    def measure_gradients(run) -> torch.Tensor:
         norm = clip_gradients(run)
-        model = run.strategy.unwrap_model(run.model)
-        state = [value for each in run.optimizer.state.values() for value in each.values() if value.dim()]
+        whole = sum(each.nbytes for each in run.parameters)
         gradients = [each.grad for each in run.parameters if each.grad is not None]
-        for name, tensors in {"weights": [*model.parameters()], "gradients": gradients, "state": state}.items():
-            if tensors:
-                shares[name] = count_local_bytes(tensors) / sum(each.nbytes for each in tensors)
+        gradients = gradients or [run.optimizer._zero.grad_partitions_flat_buffer]
+        shares["gradients"] = count_local_bytes(gradients) / whole
+        state = [value for each in run.optimizer.state.values() for value in each.values() if value.dim()]
+        if state:
+            shares["state"] = count_local_bytes(state) / sum(each.nbytes for each in state)
         return norm
 
-    loop._clip_gradients = measure
+    loop.accumulate_gradients, loop._clip_gradients = measure_between_steps, measure_gradients
     train(*flags)
     return shares
 
 
 @pytest.mark.slow
-def test_each_rank_holds_its_part_of_weights_gradients_and_optimizer_state(even_dataset, tmp_path):
-    flags = build_flags(even_dataset, tmp_path, 2, *"--fsdp --optimizer_type AdamW --learning_rate 1e-4".split())
-    for shares in run_on_ranks(2, train_and_measure, *flags):
+@pytest.mark.parametrize("strategy", ["--fsdp", "--deepspeed"])
+def test_each_rank_holds_its_part_of_weights_gradients_and_optimizer_state(strategy, even_dataset, tmp_path):
+    optimizer = "--optimizer_type AdamW --optimizer_args weight_decay=0 --learning_rate 1e-4".split()
+    environment = launch_zero_3_that_keeps_nothing_gathered(tmp_path) if strategy == "--deepspeed" else {}
+    flags = build_flags(even_dataset, tmp_path, 2, strategy, *optimizer)
+    for shares in run_on_ranks(2, train_and_measure, *flags, environment=environment):
         assert shares.keys() == {"weights", "gradients", "state"}
         assert all(0.97 / 2 < share < 1.03 / 2 for share in shares.values()), shares
 
@@ -345,6 +386,44 @@ def test_a_run_of_zero_2_goes_on_from_its_checkpoint_to_the_bit(even_dataset, tm
 
 
 @pytest.mark.slow
+def test_a_run_of_zero_3_goes_on_to_the_bit_and_with_another_strategy_with_the_same_result(even_dataset, tmp_path):
+    pytest.importorskip("deepspeed")
+    environment = launch_zero_3_that_keeps_nothing_gathered(tmp_path)
+    whole = train_full(even_dataset, tmp_path / "whole", 2, *RESUMED, "--deepspeed", environment=environment).parent
+    copies = {name: copy_as_killed(whole, tmp_path / name, 2) for name in ("resumed", "alone", "fsdp")}
+    for folder in copies.values():
+        for name in ("lora", "lora-ema"):
+            shutil.rmtree(folder / name)
+
+    train_full(even_dataset, copies["resumed"], 2, *RESUMED, "--deepspeed", environment=environment)
+    for name in ("lora", "lora-ema", "lora-state"):
+        assert_equal_to_the_bit(whole / name, copies["resumed"] / name)
+    train_full(even_dataset, copies["alone"], 1, *RESUMED)
+    train_full(even_dataset, copies["fsdp"], 2, *RESUMED, "--fsdp")
+    for name in ("alone", "fsdp"):
+        for model in ("lora", "lora-ema"):
+            assert max_difference(whole / model, copies[name] / model) < 1e-5, (name, model)
+
+
+@pytest.mark.slow
+def test_a_tensor_parallel_run_goes_on_from_its_checkpoint_to_the_bit_and_one_process_from_it(even_dataset, tmp_path):
+    flags = (*RESUMED, *"--pretrained_model_name_or_path random:flux:tiny --train_modules attn".split())
+    parallel = (*flags, *"--tp_size 2 --train_batch_size 2".split())
+    whole = train_full(even_dataset, tmp_path / "whole", 2, *parallel).parent
+    copies = {name: copy_as_killed(whole, tmp_path / name, 2) for name in ("resumed", "alone")}
+    for folder in copies.values():
+        for name in ("lora", "lora-ema"):
+            shutil.rmtree(folder / name)
+
+    train_full(even_dataset, copies["resumed"], 2, *parallel)
+    for name in ("lora", "lora-ema", "lora-state"):
+        assert_equal_to_the_bit(whole / name, copies["resumed"] / name)
+    train_full(even_dataset, copies["alone"], 1, *flags)
+    for name in ("lora", "lora-ema"):
+        assert max_difference(whole / name, copies["alone"] / name) < 1e-5
+
+
+@pytest.mark.slow
 def test_a_sharded_run_goes_on_from_the_checkpoint_of_one_process(even_dataset, tmp_path):
     flags = (*RESUMED, "--train_modules", "attn")  # blocks then have trained and frozen weights
     whole = train_full(even_dataset, tmp_path / "whole", 1, *flags).parent
@@ -366,18 +445,21 @@ def test_validation_previews_and_averaged_weights_are_those_of_ddp(tmp_path):
     flags = all_options_run.build_flags(tmp_path / "data")
     flags = (*flags, *"--optimizer_type SGD --learning_rate 1 --ema_decay 0.5 --clip_skip 2".split())
     flags = tuple(flag for flag in flags if flag not in ("--scale_weight_norms", "0.05"))
-    ddp, fsdp = tmp_path / "ddp", tmp_path / "fsdp"
-    for folder, more in ((ddp, ()), (fsdp, ("--fsdp", "--no-fsdp_reshard_after_forward"))):
-        run_on_ranks(2, train, *SETTINGS, *flags, "--output_dir", str(folder), *more)
+    strategies = {"ddp": "", "fsdp": "--fsdp --no-fsdp_reshard_after_forward", "zero": ZERO_3}
+    for name, more in strategies.items():
+        run_on_ranks(2, train, *SETTINGS, *flags, "--output_dir", str(tmp_path / name), *more.split())
 
-    for name in ("lora", "lora-ema"):
-        assert max_difference(ddp / name, fsdp / name) < 1e-5
-    losses = [all_options_run.read_validation_losses(folder) for folder in (ddp, fsdp)]
-    assert len(losses[0]) == len(losses[1]) == 3
-    for one, other in zip(*losses, strict=True):
-        assert other == pytest.approx(one, rel=1e-4)
-    previews = [sorted((folder / "sample").glob("*.png")) for folder in (ddp, fsdp)]
-    assert len(previews[0]) == len(previews[1]) == 6
-    for one, other in zip(*previews, strict=True):
-        if "_000000_" in one.name:
-            assert one.read_bytes() == other.read_bytes()
+    for sharded in ("fsdp", "zero"):
+        folders = tmp_path / "ddp", tmp_path / sharded
+        for name in ("lora", "lora-ema"):
+            assert max_difference(*(folder / name for folder in folders)) < 1e-5
+        losses = [all_options_run.read_validation_losses(folder) for folder in folders]
+        assert len(losses[0]) == len(losses[1]) == 3
+        for one, other in zip(*losses, strict=True):
+            assert other == pytest.approx(one, rel=1e-4)
+        previews = [sorted((folder / "sample").glob("*.png")) for folder in folders]
+        assert len(previews[0]) == len(previews[1]) == 6
+        for pair in zip(*previews, strict=True):
+            if "_000000_" in pair[0].name:  # DeepSpeed's gathered weights have other addresses, and other rounding
+                extrema = ImageChops.difference(*map(Image.open, pair)).getextrema()
+                assert max(most for _, most in extrema) <= (2 if sharded == "zero" else 0)

@@ -53,7 +53,9 @@ def train_layout(folder: Path, model: str, ranks: int, batch: int, *flags: str) 
     ("model", "layouts"),
     [
         ("sd1", ((2, 2), (2, 1, "--gradient_accumulation_steps", "2"))),
-        ("flux", ((2, 2, "--fsdp"),)),
+        ("flux", ((2, 2, "--fsdp"), (1, 4, "--blocks_to_swap", "1"))),
+        ("flux", ((2, 4, "--tp_size", "2"), (2, 4, "--cp_size", "2"))),
+        ("flux", tuple((2, 2, "--deepspeed", "--zero_stage", stage) for stage in ("2", "3"))),
     ],
 )
 def test_every_layout_trains_the_slider_of_one_process(model, layouts, tmp_path):

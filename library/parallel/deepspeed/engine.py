@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO: optimizer state and gradients sharded over the ranks, at stage 3 also the frozen model.
+"""DeepSpeed ZeRO: optimizer state and gradients sharded over the ranks, at stage 3 also the model.
 
 The engine is driven directly and not by accelerate, which steps inside ``backward``, before gradients can be clipped
 or checked for NaN.
@@ -7,13 +7,14 @@ or checked for NaN.
 import logging
 import os
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate.utils import patch_environment
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 from ...dataloader.batch import PixelBatch
@@ -27,19 +28,25 @@ from ...errors import UserError
 from ..gradient_accumulation import TrainingTask
 from ..gradient_sync import scale_loss
 from ..parallel_plan import ParallelPlan
+from ..sharded_weights import GatherWeight, gather_shards
 from ..strategy import Strategy, StrategySettings
 from ..validate_engines import raise_problems, validate_zero_config
 from .nvme_offload import NVMeOffload
+from .sharded_optimizer import ShardedDeepSpeedOptimizer
+from .weight_shards import WeightShards
 from .zero_optimizer import DeepSpeedOptimizer
 
 logger = logging.getLogger(__name__)
+FULL_BUCKET_SIZE = 5 * 10**7
+"""Elements of ``reduce_bucket_size`` at stage 3 with trained weights; DeepSpeed's default would be a buffer of 2 GB."""
 
 
 class DeepSpeedStrategy(Strategy):
     """Runs forward, backward and optimizer step through a DeepSpeed engine.
 
-    Between steps adapters are complete on every rank.  Mixed precision is accelerate's autocast: DeepSpeed's own would
-    keep adapters in half precision.
+    Between steps adapters are complete on every rank.  Where stage 3 shards the trained weights of the model itself,
+    the optimizer has the slices of this rank (``weight_shards``), and the model gathers weights when it uses them.
+    Mixed precision is accelerate's autocast: DeepSpeed's own would keep adapters in half precision.
     """
 
     optimizer_sharding_engine = "DeepSpeed"
@@ -55,6 +62,11 @@ class DeepSpeedStrategy(Strategy):
         self.has_full_model = self.can_quantize_base = zero.stage < 3
         if zero.stage == 3:
             self.base_load_device = HOST  # no device has to hold the full model
+        self._weight_shards: WeightShards | None = None
+        if zero.stage == 3 and self.trains_base:
+            self._init_single_process_group()
+            self._shard_mesh = init_device_mesh(self.device.type, (comm.world_size,), mesh_dim_names=("dp",))
+            self.shard_group = self._shard_mesh.get_group()
         self._nvme: NVMeOffload | None = None
         if zero.offload_param_device == "nvme":
             self._nvme = NVMeOffload(zero.offload_param_path or "", comm.all_gather_object)
@@ -69,10 +81,13 @@ class DeepSpeedStrategy(Strategy):
         warnings.filterwarnings("ignore", message=".torch.distributed.* is deprecated", category=FutureWarning)
         groups = [dict(group) for group in optimizer.param_groups]
         trainable = [parameter for group in groups for parameter in group["params"]]
+        trainable_numel = sum(item.numel() for item in trainable)  # partitioned parameters have no elements
         config = self.settings.build_config(pin_memory=self.pins_memory)
-        # DeepSpeed's default is for full fine-tuning, and allocates 2 GB for an adapter of any size.
+        # DeepSpeed's default allocates 2 GB for an adapter of any size.
         if not self.trains_base:
-            config["zero_optimization"].setdefault("reduce_bucket_size", sum(item.numel() for item in trainable))
+            config["zero_optimization"].setdefault("reduce_bucket_size", trainable_numel)
+        elif self.settings.stage == 3:
+            config["zero_optimization"].setdefault("reduce_bucket_size", min(trainable_numel, FULL_BUCKET_SIZE))
         # DeepSpeed disables autocast around the forward of its engine, so enable it inside.
         model.forward = self.accelerator.autocast()(model.forward)
         self._init_single_process_group()
@@ -89,14 +104,24 @@ class DeepSpeedStrategy(Strategy):
             self._engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
         self.comm.set_group_timeouts()
         if self.settings.stage == 3:
-            self._keep_adapter_gathered(trainable)
+            if self.shard_group is None:
+                self._keep_adapter_gathered(trainable)
             _enable_external_parameter_detection(model)
-        self.model, self.optimizer = self._engine, DeepSpeedOptimizer(self._engine, groups, self.device)
-        if self.trains_base:
-            self.optimizer.keep_state_on_main_host()
-        self._check_engine(trainable)
+        self.model, self.optimizer = self._engine, self._build_optimizer(groups, trainable)
+        self._check_engine(trainable_numel)
         logger.info("%s", self.settings.format_summary(self.comm.world_size))
         return self.model, self.optimizer
+
+    def _build_optimizer(
+        self, groups: Sequence[dict[str, Any]], trainable: Sequence[nn.Parameter]
+    ) -> DeepSpeedOptimizer:
+        if self.shard_group is not None:
+            self._weight_shards = WeightShards(self._engine.optimizer, trainable, self._shard_mesh)
+            return ShardedDeepSpeedOptimizer(self._engine, groups, self.device, self._weight_shards)
+        optimizer = DeepSpeedOptimizer(self._engine, groups, self.device)
+        if self.trains_base:
+            optimizer.keep_state_on_main_host()
+        return optimizer
 
     def _init_single_process_group(self) -> None:
         """Create the process group and ``LOCAL_RANK`` that DeepSpeed needs for a process without a launcher, too."""
@@ -118,7 +143,7 @@ class DeepSpeedStrategy(Strategy):
         zero.persistent_parameters.extend(item for item in parameters if id(item) not in known)
         parameters[0].all_gather(list(parameters))
 
-    def _check_engine(self, trainable: Sequence[nn.Parameter]) -> None:
+    def _check_engine(self, trainable_numel: int) -> None:
         """Compare the engine with the settings."""
         engine, settings = self._engine, self.settings
         expected_and_actual: dict[str, tuple[Any, Any]] = {
@@ -130,7 +155,7 @@ class DeepSpeedStrategy(Strategy):
             ),
             "parameter offload": (settings.offload_param_device, _get_offload_device(engine.zero_offload_param())),
             "trainable parameters": (
-                sum(item.numel() for item in trainable),
+                trainable_numel,
                 sum(item.numel() for item in self.optimizer.parameters),
             ),
             "partitioned model": (
@@ -155,6 +180,12 @@ class DeepSpeedStrategy(Strategy):
         return self._all_reduce_loss(total)
 
     def backward(self, loss: Tensor) -> None:
+        if self._weight_shards is not None:
+            self._engine.set_gradient_accumulation_boundary(True)
+            with self._weight_shards.record_gradients() as reached:
+                self._engine.backward(loss)
+            self.optimizer.take_gradients(reached)
+            return
         # Not through the engine, which takes gradients away in hooks as soon as they are computed.
         trainable = self.optimizer.parameters
         for parameter, gradient in zip(trainable, torch.autograd.grad(loss, trainable, allow_unused=True), strict=True):
@@ -170,6 +201,21 @@ class DeepSpeedStrategy(Strategy):
 
     def sync_master_weights(self) -> None:
         self.optimizer.copy_parameters_to_shards()
+
+    def use_written_weights(self) -> None:
+        if self._weight_shards is not None:
+            self._weight_shards.update_model()
+
+    def iter_trained_weights(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in super().iter_trained_weights(model):
+            yield name, parameter if self._weight_shards is None else self._weight_shards.get_trained(parameter)
+
+    def get_stand_in(self, weight: Tensor) -> Tensor:
+        return weight.detach() if self._weight_shards is None else self._weight_shards.get_stand_in(weight)
+
+    def find_gather(self, stand_in: Tensor) -> GatherWeight | None:
+        shard = None if self._weight_shards is None else self._weight_shards.find_shard(stand_in)
+        return None if shard is None else lambda: gather_shards(shard).view(stand_in.shape)
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         inner: Any = self._engine.module if model is self._engine else model

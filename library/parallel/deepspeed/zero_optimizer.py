@@ -72,13 +72,21 @@ def list_parameter_shards(
 class DeepSpeedOptimizer:
     """The optimizer that the training loop sees: param groups of full parameters, state dicts of full tensors."""
 
-    def __init__(self, engine: Any, groups: Sequence[Mapping[str, Any]], device: torch.device):
+    def __init__(
+        self,
+        engine: Any,
+        groups: Sequence[Mapping[str, Any]],
+        device: torch.device,
+        shards: Sequence[ParameterShard] | None = None,
+    ):
+        """``shards`` are those of the parameters on this rank, by default as DeepSpeed has them."""
         self._engine, self._zero, self._device = engine, engine.optimizer, device
         self.param_groups: list[dict[str, Any]] = [dict(group) for group in groups]
         self.defaults: dict[str, Any] = self._local_optimizer.defaults
-        self.state: dict[Any, Any] = {}  # no rank has full state
         stage = int(engine.zero_optimization_stage())
-        self._shards = list_parameter_shards(self._zero, self.parameters, stage, engine.global_rank)
+        if shards is None:
+            shards = list_parameter_shards(self._zero, self.parameters, stage, engine.global_rank)
+        self._shards = shards
         self._has_full_parameters = stage < 3
         self._loaded_state: Mapping[str, Any] | None = None
         """The state dict that was loaded, until the next step."""
@@ -89,6 +97,11 @@ class DeepSpeedOptimizer:
     def keep_state_on_main_host(self) -> None:
         """Gather state for the main rank only, in host memory: that of a whole model is too large for a device."""
         self._state_device, self._keeps_state = HOST, self._engine.global_rank == 0
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """Empty, as no rank has all state."""
+        return {}
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -110,6 +123,7 @@ class DeepSpeedOptimizer:
             local_group.update({name: value for name, value in group.items() if name != "params"})
         self._engine.step()
         self._loaded_state, self._has_gradients = None, False
+        self._clear_gradients()
         self._gather_parameters()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -118,7 +132,19 @@ class DeepSpeedOptimizer:
             self._clipping.skip_next_step()
             self._engine.step()
             self._has_gradients = False
+            self._clear_gradients()
             self._gather_parameters()
+
+    def _clear_gradients(self) -> None:
+        """Set gradients to zero: at stage 3 a parameter without a gradient would be updated by that of a former step.
+
+        DeepSpeed 0.19 overwrites the buffers of those only that have one.
+        """
+        if not self._has_full_parameters:
+            self._zero.grad_partitions_flat_buffer.zero_()
+            for flat in self._zero.fp32_partitioned_groups_flat:
+                if flat.grad is not None:
+                    flat.grad.zero_()
 
     def _gather_parameters(self) -> None:
         """All-gather parameters that DeepSpeed partitioned in a step, which it does not do when it skips the step."""
@@ -192,8 +218,12 @@ class DeepSpeedOptimizer:
                     continue
                 flat_value = state.setdefault(name, torch.zeros_like(flat))
                 if shard is not None:
-                    shard.slice(flat_value).copy_(shard.slice_full(value))
+                    shard.slice(flat_value).copy_(self._slice_state(shard, value))
         return state
+
+    def _slice_state(self, shard: ParameterShard, value: Tensor) -> Tensor:
+        """Return this rank's elements of the state of a parameter in a state dict."""
+        return shard.slice_full(value)
 
     def _list_flat_groups(self) -> list[tuple[Tensor, int]]:
         """List this rank's flat tensors, each with the index of its param group."""

@@ -443,3 +443,18 @@ def test_the_ema_has_its_closed_form():
     with average.swap_parameters():
         assert torch.equal(weight.detach(), expected.to(torch.bfloat16))
     assert torch.equal(weight.detach(), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_and_their_ema_change_places_to_the_bit(dtype):
+    weight = torch.nn.Parameter(torch.randn(7).to(dtype))
+    average = AdapterEMA([weight], decay=0.9)
+    average.shadow_params[0].normal_()
+    trained, averaged = weight.detach().clone(), average.shadow_params[0].clone()
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError), average.swap_parameters():
+            assert torch.equal(weight.detach(), averaged.to(dtype))
+            if dtype == torch.float32:  # no third copy
+                assert torch.equal(average.shadow_params[0], trained)
+            raise ZeroDivisionError
+        assert torch.equal(weight.detach(), trained) and torch.equal(average.shadow_params[0], averaged)

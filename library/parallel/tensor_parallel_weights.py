@@ -1,0 +1,97 @@
+"""The trained weights that tensor parallelism shards (``--train full``): gathered as a whole, and taken apart again.
+
+Each rank has a plain tensor with its rows or columns, which optimizer and EMA take as any other.  A file or checkpoint
+needs whole weights, one at a time.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .parallel_plan import TensorParallelPlan
+from .quantize import Ranges, take_ranges
+
+HEAD_NORM_PATTERN = re.compile(r"\.(norm_(added_)?[qk]|(added_)?[qk]_norm)\.")
+"""Norms of the heads of an attention layer: their weights are whole on each rank, which applies them to its heads."""
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """The rows (0) or columns (1) of a weight that this rank holds."""
+
+    dim: int
+    ranges: Ranges
+    shape: torch.Size
+    """The shape of the whole weight."""
+
+    def take(self, whole: Tensor) -> Tensor:
+        """Copy this rank's part of a whole weight, or of a tensor of its shape."""
+        return take_ranges(whole.detach(), self.dim, self.ranges).clone(memory_format=torch.contiguous_format)
+
+    def place(self, part: Tensor) -> Tensor:
+        """Return a tensor of the whole shape with this part, and zeros elsewhere."""
+        whole, start = torch.zeros(self.shape, dtype=part.dtype, device=part.device), 0
+        for offset, length in self.ranges:
+            whole.narrow(self.dim, offset, length).copy_(part.narrow(self.dim, start, length))
+            start += length
+        return whole
+
+
+class TensorParallelWeights:
+    """The layouts of the sharded weights of a model."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device):
+        self.group, self._device = group, device
+        self._layouts = dict[Tensor, WeightLayout]()
+        self._stand_ins = dict[Tensor, Tensor]()
+        self._weights = dict[Tensor, Tensor]()
+        """The weights by their stand-ins."""
+
+    def add(self, weight: nn.Parameter, layout: WeightLayout) -> None:
+        """Remember the layout of a weight."""
+        self._layouts[weight] = layout
+
+    def __contains__(self, weight: object) -> bool:
+        return weight in self._layouts
+
+    def get_stand_in(self, weight: Tensor) -> Tensor:
+        """Return a meta tensor of the shape of a sharded weight; another weight is returned as it is."""
+        if weight not in self._layouts:
+            return weight.detach()
+        if weight not in self._stand_ins:
+            stand_in = torch.empty(self._layouts[weight].shape, dtype=weight.dtype, device="meta")
+            self._stand_ins[weight], self._weights[stand_in] = stand_in, weight
+        return self._stand_ins[weight]
+
+    def find_weight(self, stand_in: Tensor) -> Tensor | None:
+        """Return the weight that a meta tensor stands for."""
+        return self._weights.get(stand_in)
+
+    @torch.no_grad()
+    def gather(self, weight: Tensor, values: Tensor) -> Tensor:
+        """Gather values of the shape of this rank's part of ``weight``; a collective of the group."""
+        layout = self._layouts.get(weight)
+        if layout is None or values.shape != weight.shape:
+            return values
+        whole = layout.place(values.detach().to(self._device))
+        dist.all_reduce(whole, group=self.group)
+        return whole
+
+    def take(self, weight: Tensor, whole: Tensor) -> Tensor:
+        """Copy this rank's part of a tensor of the shape of the whole weight, or flat; another is returned as it is."""
+        layout = self._layouts.get(weight)
+        if layout is None or whole.shape not in (layout.shape, (layout.shape.numel(),)):
+            return whole
+        return layout.take(whole.reshape(layout.shape))
+
+
+def iter_head_norms(model: nn.Module, plan: TensorParallelPlan) -> Iterator[nn.Parameter]:
+    """Yield the weights of norms of single heads, whose gradient on a rank is that of its heads."""
+    attentions = [name.removesuffix("to_q") for name in plan if name.endswith(".to_q")]
+    for name, parameter in model.named_parameters():
+        if HEAD_NORM_PATTERN.search(f".{name}") and name.startswith(tuple(attentions)):
+            yield parameter
