@@ -227,9 +227,9 @@ def test_the_guard_is_around_uploads_and_only_they_may_be_large(root):
 @pytest.mark.parametrize("key", ["0/photos", "0/loras", "0/loras/../photos", "0/../x", "1/loras/mika", "0/loras/no"])
 def test_addresses_of_other_folders_are_no_projects(root, key):
     (root / "photos").mkdir()
-    (root / "photos" / "project.json").write_text("{}")
     page = open_page(root)
     begin(page)
+    shutil.copy(root / "loras" / "mika" / "project.json", root / "photos")
 
     assert page.get(f"/train/pictures/{key}").status_code in (400, 403)
     assert upload(page, key, "a.png", b"x").status_code in (400, 403)
@@ -240,6 +240,7 @@ def test_pictures_outside_of_the_project_are_neither_shown_nor_mended(root, faul
     (root / "secret.png").write_bytes(encode(draw_picture(1)))
     (root.parent / "outside.png").write_bytes(encode(draw_picture(1)))
     (root / "photos" / "link.png").symlink_to(root.parent / "outside.png")
+    assert "link.png" not in {each["name"] for each in look(page, key)["pictures"]}
     for path in ("../secret.png", "/etc/passwd", "link.png", "notes.pdf", ""):
         assert page.get(f"/train-picture/{key}", params={"path": path}).status_code in (403, 404), path
         assert page.post(f"/api/train/mend/{key}", json={"mend": "remove", "paths": [path]}).status_code in (403, 404)
