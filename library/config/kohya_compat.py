@@ -22,6 +22,8 @@ class OptionAlias:
 
     option: str
     value: Any = None
+    is_number: bool = False
+    """Whether the switch takes a number, of which any but 0 turns it on."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class UnsupportedOption:
 
     reason: str
     accepted_values: tuple[Any, ...] = ()
-    in_full: "NoEffectOption | UnsupportedOption | None" = None
+    in_full: "NoEffectOption | UnsupportedOption | OptionAlias | None" = None
     """What becomes of it with ``train full``, where that is not the same."""
 
     def accepts(self, value: Any) -> bool:
@@ -170,11 +172,8 @@ KOHYA_OPTIONS: dict[str, OptionVerdict] = {
     "zero3_init_flag": NoEffectOption("with zero_stage 3, parameters are sharded while loading"),
     "zero3_save_16bit_model": NoEffectOption("LoRA files are always complete; save_precision sets their dtype"),
     "skip_until_initial_step": NoEffectOption("the steps before initial_step are always skipped"),
-    "fused_backward_pass": NoEffectOption("the optimizer steps after the backward pass, with the same result"),
-    **dict.fromkeys(
-        ("fused_optimizer_groups", "blockwise_fused_optimizers"),
-        replace(FULL_TRAINING, in_full=NoEffectOption("the optimizer steps after the backward pass")),
-    ),
+    "blockwise_fused_optimizers": replace(FULL_TRAINING, in_full=OptionAlias("fused_backward_pass", True)),
+    "fused_optimizer_groups": replace(FULL_TRAINING, in_full=OptionAlias("fused_backward_pass", True, is_number=True)),
     **dict.fromkeys(
         ("mem_eff_save", "use_safetensors"),
         replace(FULL_TRAINING, in_full=NoEffectOption("files are safetensors, written tensor by tensor")),

@@ -6,6 +6,7 @@ alias, and a default of musubi-tuner that differs is a fact of the option (``mus
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..problems import Place, Problem
@@ -14,6 +15,7 @@ from .kohya_compat import (
     KOHYA_OPTIONS,
     TEXT_PRECISION,
     NoEffectOption,
+    OptionAlias,
     OptionVerdict,
     OtherScriptOption,
     RawSetting,
@@ -116,7 +118,7 @@ MUSUBI_OPTIONS: Mapping[str, OptionVerdict] = {
     "metadata_reso": NoEffectOption("modelspec.resolution is that of the dataset", is_explained=True),
     "metadata_arch": NoEffectOption("modelspec.architecture is that of the model", is_explained=True),
     # not supported
-    "fused_backward_pass": FULL_TRAINING,  # of zimage_train.py and qwen_image_train.py
+    "fused_backward_pass": replace(FULL_TRAINING, in_full=OptionAlias("fused_backward_pass")),  # of zimage_train.py
     "block_swap_optimizer_patch_params": FULL_TRAINING,
     "sage_attn": UnsupportedOption("SageAttention has no backward pass; use --attn_mode flash"),
     "show_timesteps": UnsupportedOption("use python -m library plan, which trains nothing"),

@@ -24,6 +24,7 @@ from .kohya_compat import (
     RENAMED_VALUES,
     OptionAlias,
     OptionVerdict,
+    OtherScriptOption,
     RawSetting,
     SecretOption,
     Spelling,
@@ -278,6 +279,8 @@ class _SettingsReader:
             self.unused.append((setting.place, reason))
             return
         option, verdict = self.options.get(setting.name), self.verdicts.get(setting.name)
+        if isinstance(verdict, OtherScriptOption):  # of scripts that do not train what this run trains
+            option = None
         if self.program and not setting.is_flag:
             taken = self._take_as_kohya(setting)
             if taken is None:
@@ -515,6 +518,11 @@ def _translate_foreign_option(
     if not isinstance(verdict, OptionAlias):
         names = [*options, *verdicts, *COMMAND_OPTIONS]
         raise ValueError(f"unknown option{suggest_name(setting.name, names, prefix)}")
+    if verdict.is_number:
+        number = get_toml_value(setting)
+        if isinstance(number, bool) or not isinstance(number, (int, float)) or (setting.is_flag and not setting.value):
+            raise ValueError("expects a number")
+        return (verdict.option, verdict.value) if number else (None, None)
     if verdict.value is not None:
         is_on = get_toml_value(setting)
         is_on = bool(is_on) if is_on in (0, 1, "") else {"true": True, "false": False}.get(str(is_on).lower())

@@ -1,4 +1,4 @@
-"""Options of full fine-tuning (``--train full``): the learning rates of single text encoders.
+"""Options of full fine-tuning (``--train full``): learning rates of single text encoders, fused backward pass.
 
 The choice itself, and which weights are trained, are in ``AdapterConfig``, which says what a run trains.
 """
@@ -25,11 +25,17 @@ def _define_text_rate(which: str) -> Any:
 
 @dataclass(frozen=True)
 class FullConfig:
-    """Full fine-tuning: learning rates of text encoders, under their names in sd-scripts."""
+    """Full fine-tuning: what it has of its own, under the names of sd-scripts."""
 
     learning_rate_te: float | None = _define_text_rate("the text encoder")
     learning_rate_te1: float | None = _define_text_rate("the first text encoder")
     learning_rate_te2: float | None = _define_text_rate("the second text encoder")
+    fused_backward_pass: bool = define_option(
+        False,
+        "train full: update each weight within the backward pass and free its gradient at once; max_grad_norm then"
+        " limits the norm of each gradient on its own",
+        needs=(IS_FULL,),
+    )
 
     @property
     def text_encoder_rates(self) -> tuple[float | None, ...]:

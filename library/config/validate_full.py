@@ -8,6 +8,8 @@ from ..problems import Problem
 from .schema import RunConfig
 
 _FROZEN_ONLY = "for frozen weights, and train full trains them"
+FP16_REASON = "fp16 would update weights before it is known whether another gradient overflows"
+PROCESSES_REASON = "weights would be updated before the gradients of other processes arrive"
 
 
 def resolve_text_encoder_rates(config: RunConfig) -> RunConfig:
@@ -30,6 +32,7 @@ def validate_full_training(config: RunConfig) -> Iterator[Problem]:
     yield from _validate_base_options(config)
     yield from _validate_layout(config)
     yield from _validate_text_encoders(config)
+    yield from _validate_fused_backward(config)
     for pattern in config.adapter.train_modules:
         try:
             re.compile(pattern)
@@ -79,6 +82,36 @@ def _validate_layout(config: RunConfig) -> Iterator[Problem]:
         yield Problem("mixed_precision", text, "use bf16 or no", value="fp16", others=("fsdp_offload_params", *adapter))
     if config.parallel.device_map is not None:
         yield Problem("device_map", "not supported with train full", fix, others=adapter)
+
+
+def _validate_fused_backward(config: RunConfig) -> Iterator[Problem]:
+    """Refuse what needs the gradients of all weights, or of all processes, before the first weight is updated."""
+    if not config.full.fused_backward_pass:
+        return
+    reasons = {
+        "mixed_precision": (config.distributed.mixed_precision == "fp16", FP16_REASON, "use bf16 or no"),
+        "on_oom": (
+            config.train.on_oom == "recover",
+            "a step that has updated weights cannot be tried again",
+            "remove it",
+        ),
+        "fsdp": (config.sharding.fsdp, PROCESSES_REASON, "remove one of them"),
+        "deepspeed": (config.deepspeed.deepspeed, PROCESSES_REASON, "remove one of them"),
+        "cp_size": (config.parallel.cp_size > 1, PROCESSES_REASON, "remove one of them"),
+        "tp_size": (config.parallel.tp_size > 1, PROCESSES_REASON, "remove one of them"),
+    }
+    for name, (is_used, reason, fix) in reasons.items():
+        if is_used:
+            yield Problem(name, f"with fused_backward_pass {reason}", fix, others=("fused_backward_pass",))
+
+
+def validate_fused_launch(config: RunConfig, world_size: int, engine: str, mixed_precision: str) -> Iterator[Problem]:
+    """Check the fused backward pass against what the launcher sets."""
+    is_set = config.sharding.fsdp or config.deepspeed.deepspeed or config.parallel.model_parallel_size > 1
+    if (world_size > 1 or engine) and not is_set:
+        yield Problem("fused_backward_pass", PROCESSES_REASON, "start one process, or remove it", value="true")
+    if mixed_precision == "fp16" and config.distributed.mixed_precision is None:
+        yield Problem("mixed_precision", f"with fused_backward_pass {FP16_REASON}", "use bf16 or no", value="fp16")
 
 
 def _validate_text_encoders(config: RunConfig) -> Iterator[Problem]:

@@ -43,3 +43,13 @@ def get_free_memory(device: torch.device) -> int:
 def has_device_memory(device: torch.device) -> bool:
     """Whether it has memory of its own, with asynchronous copies from pinned host memory and out-of-memory errors."""
     return device.type in ("cuda", "xpu")
+
+
+def get_total_memory(device: torch.device) -> int:
+    """Return the bytes that ``device`` has; of MPS, what Metal recommends as the limit."""
+    module = getattr(torch, device.type, None)
+    if device.type != "cpu" and module is not None and hasattr(module, "mem_get_info"):
+        return int(module.mem_get_info(device)[1])
+    if device.type == "mps":
+        return int(torch.mps.recommended_max_memory())
+    return int(psutil.virtual_memory().total)

@@ -144,7 +144,7 @@ def load_pipeline(
                 local_files_only=local_files_only,
             )
             if name == family.facts.denoiser_name:
-                family.prepare_denoiser(loaded[name])
+                prepare_denoiser(family, loaded[name])
     with _raise_config_error(model, "scheduler"):
         loaded["scheduler"] = _load_scheduler(model, read, index)
     with _raise_config_error(model, "guider"):
@@ -186,7 +186,7 @@ def load_pipeline_on_meta(family: "Family", model: DetectedModel, dtype: torch.d
                 continue
             component = build_empty_model(component_class, read_required(read, f"{name}/config.json"))
         if name == family.facts.denoiser_name:
-            family.prepare_denoiser(component)
+            prepare_denoiser(family, component)
         loaded_dtype = torch.float32 if name in family.facts.image_encoders else dtype
         for parameter in component.parameters():
             parameter.data = parameter.data.to(loaded_dtype)
@@ -208,8 +208,19 @@ def load_components_on_meta(model: DetectedModel, components: Sequence[str]) -> 
             config["pos_embed_max_size"] = 8  # avoids computing a large position table, which affects no module
         loaded[name] = build_empty_model(import_model_class(*index[name]), config)
     if family.facts.denoiser_name in loaded:
-        family.prepare_denoiser(loaded[family.facts.denoiser_name])
+        prepare_denoiser(family, loaded[family.facts.denoiser_name])
     return SimpleNamespace(**loaded)
+
+
+def prepare_denoiser(family: "Family", denoiser: Any) -> None:
+    """Change a denoiser as its family needs it, and name its block classes where diffusers' class does not.
+
+    FSDP, compilation and offloading find the blocks by these names.
+    """
+    family.prepare_denoiser(denoiser)
+    if not (getattr(denoiser, "_no_split_modules", None) or getattr(denoiser, "_repeated_blocks", None)):
+        blocks = (block for name in family.facts.blocks.lists for block in denoiser.get_submodule(name).children())
+        denoiser._repeated_blocks = list(dict.fromkeys(type(block).__name__ for block in blocks))
 
 
 def _uses_hub(model: DetectedModel) -> bool:

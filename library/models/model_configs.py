@@ -209,6 +209,23 @@ def is_hub_reachable() -> bool:
     return True
 
 
+def list_cached_models() -> list[tuple[str, int]]:
+    """List the diffusers models in the cache of the hub, by id, with the bytes that each has there."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repos = scan_cache_dir().repos
+    except (CacheNotFound, OSError):
+        return []
+    found = []
+    for repo in repos:
+        names = {file.file_name for revision in repo.revisions for file in revision.files}
+        if repo.repo_type == "model" and {"model_index.json", MODULAR_INDEX} & names:
+            found.append((repo.repo_id, repo.size_on_disk))
+    return sorted(found)
+
+
 @dataclass(frozen=True)
 class EncodedSizes:
     """Number of elements of cached latents and text embeddings."""

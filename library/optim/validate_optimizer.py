@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -9,6 +10,7 @@ from ..config.schema_optim import OptimConfig
 from ..errors import UserError
 from ..problems import Problem
 from .arguments import parse_keyword_args
+from .fused_backward import PartialStep
 from .lr_schedulers import build_lr_schedule
 from .optimizer_names import OPTIMIZERS
 from .optimizers import ParamGroup, build_optimizer, resolve_optimizer
@@ -81,6 +83,65 @@ def validate_elementwise_optimizer(config: OptimConfig, engine: str) -> Iterator
         f"use AdamW, Adam, SGD or Lion{', or --fsdp instead' if engine == 'DeepSpeed' else ', or train lora'}",
         value=config.optimizer_type,
     )
+
+
+def validate_fused_optimizer(config: OptimConfig) -> Iterator[Problem]:
+    """The fused backward pass updates some weights before the gradients of the others are known.
+
+    Optimizers that set one step size from all weights are known by name, others are tried: for each weight on its own
+    and for all at once, with results that have to be equal to the bit.  Those of bitsandbytes need a GPU for that;
+    they update each weight on its own.
+    """
+    info, reason = resolve_optimizer(config.optimizer_type), ""
+    if info.is_lr_free:
+        reason = "it computes its step size from all weights"
+    elif not info.import_path.startswith("bitsandbytes."):
+        reason = _find_dependence_on_other_weights(config)
+    if reason:
+        fix = "use AdamW, Adafactor, Lion or AdamW8bit, or remove fused_backward_pass"
+        text = f"with fused_backward_pass each weight is updated when its gradient is known, and {reason}"
+        yield Problem("optimizer_type", text, fix, value=config.optimizer_type, others=("fused_backward_pass",))
+
+
+def _find_dependence_on_other_weights(config: OptimConfig) -> str:
+    """Take a few steps for two weights together and one after the other; say how the results differ."""
+    results = []
+    for is_partial in (False, True):
+        weights = [torch.nn.Parameter(torch.full(shape, 0.5)) for shape in ((8, 4), (4,))]
+        groups = [ParamGroup(str(index), [weight], 1e-2) for index, weight in enumerate(weights)]
+        try:
+            optimizer: Any = build_optimizer(config, groups)
+            if callable(getattr(optimizer, "train", None)):
+                optimizer.train()
+            _take_trial_steps(optimizer, weights, is_partial=is_partial)
+        except UserError:
+            return ""  # validate_optimizer says what is wrong
+        except Exception as error:
+            return f"a trial of it failed ({str(error).strip().partition(chr(10))[0]})"
+        results.append(torch.cat([weight.detach().reshape(-1) for weight in weights]))
+    return "" if torch.equal(*results) else "its update of a weight depends on the other weights"
+
+
+def _take_trial_steps(
+    optimizer: torch.optim.Optimizer, weights: Sequence[torch.nn.Parameter], *, is_partial: bool
+) -> None:
+    """Take steps with gradients of very different size, either for all weights or for each on its own."""
+    partial_step = PartialStep(optimizer)
+    for step in range(4):
+        for index, weight in enumerate(weights):
+            slope = torch.linspace(1, 2 + step, weight.numel()).reshape(weight.shape)
+            weight.grad = slope * 10.0 ** (index * 3)
+        if not is_partial:
+            optimizer.step()
+            continue
+        gradients = [weight.grad for weight in weights]
+        optimizer.zero_grad()
+        partial_step.start()
+        for weight, gradient in reversed(list(zip(weights, gradients, strict=True))):
+            weight.grad = gradient
+            partial_step.update([weight])
+            weight.grad = None
+        partial_step.finish()
 
 
 def find_learning_rate_warnings(config: OptimConfig, param_groups: Sequence[ParamGroup]) -> list[str]:

@@ -4,6 +4,8 @@
 each is divided by the samples of the whole step, of all ranks and micro-batches, so that gradients only have to be
 summed; ``gradient_sync`` has the scale that cancels accelerate's own division.
 
+With ``--fused_backward_pass`` the backward pass of the last micro-batch updates the weights (``optim.fused_backward``).
+
 How gradients are kept from being all-reduced before the last micro-batch:
 
 | strategy                             | between micro-batches                                            |
@@ -27,6 +29,7 @@ from torch import Tensor, nn
 
 from ..dataloader.batch import PixelBatch
 from ..distributed.step_phases import record_phase
+from ..optim.fused_backward import FusedBackward
 from .cuda_graphs import GraphedTask, StepGraphs
 
 
@@ -49,9 +52,16 @@ class TrainingTask(GraphedTask, Protocol):
 class GradientAccumulation:
     """Runs the micro-batches of an optimizer step one after the other; methods return this rank's part of the loss."""
 
-    def __init__(self, accelerator: Accelerator, backward: Callable[[Tensor], None], graphs: StepGraphs | None = None):
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        backward: Callable[[Tensor], None],
+        graphs: StepGraphs | None = None,
+        fused_backward: FusedBackward | None = None,
+    ):
         """``backward`` scales the loss of a micro-batch as the engine needs it, and runs the engine's backward."""
         self._accelerator, self._backward, self._graphs = accelerator, backward, graphs
+        self._fused_backward = fused_backward
 
     def accumulate(
         self, model: nn.Module, task: TrainingTask, batches: Sequence[PixelBatch], num_samples: int, step: int
@@ -102,17 +112,30 @@ class GradientAccumulation:
     ) -> Tensor:
         """``start_micro_batch`` gets whether it is the last, and returns the context of its forward and backward."""
         losses = []
+        if self._fused_backward is not None:
+            self._fused_backward.start_step()
         for index, batch in enumerate(batches, start=1):
-            with start_micro_batch(index == len(batches)):
-                losses.append(self._run_micro_batch(task, batch, num_samples, step))
+            is_last = index == len(batches)
+            with start_micro_batch(is_last):
+                losses.append(self._run_micro_batch(task, batch, num_samples, step, is_last=is_last))
         return functools.reduce(torch.add, losses)
 
-    def _run_micro_batch(self, task: TrainingTask, batch: PixelBatch, num_samples: int, step: int) -> Tensor:
+    def _run_micro_batch(
+        self, task: TrainingTask, batch: PixelBatch, num_samples: int, step: int, *, is_last: bool
+    ) -> Tensor:
         if self._graphs is not None:
             return self._graphs.run_micro_batch(task, batch, step, num_samples, self._backward)
         with task.scale_adapter(batch):
             with record_phase("forward", batch), self._accelerator.autocast():
                 loss = task(batch, step).sum() / num_samples
-            with record_phase("backward", batch):
+            with record_phase("backward", batch), self._update_weights(loss, is_last=is_last):
                 self._backward(loss)
         return loss.detach()
+
+    def _update_weights(self, loss: Tensor, *, is_last: bool) -> AbstractContextManager[None]:
+        """Return the context of a backward pass that may update weights as their gradients are complete."""
+        return (
+            nullcontext()
+            if self._fused_backward is None
+            else self._fused_backward.run_micro_batch(loss, is_last=is_last)
+        )

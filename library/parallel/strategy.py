@@ -24,6 +24,7 @@ from ..distributed.fsdp_settings import FSDPSettings
 from ..distributed.parallel_dims import ParallelDims
 from ..distributed.step_phases import OutOfMemory
 from ..distributed.straggler import Straggler, StragglerMonitor, find_straggler
+from ..optim.fused_backward import FusedBackward
 from .async_copy import AsyncScalarQueue
 from .cuda_graphs import StepGraphs
 from .gradient_accumulation import GradientAccumulation, TrainingTask
@@ -102,6 +103,8 @@ class Strategy(ABC):
         """The device to which the base model is loaded, before ``wrap``."""
         self.straggler_monitor = StragglerMonitor(self.device, comm.world_size)
         self.uses_cuda_graphs, self.trains_base = settings.uses_cuda_graphs, settings.trains_base
+        self.fused_backward: FusedBackward | None = None
+        """What updates the weights within the backward pass, if asked for (``fused_backward_pass``)."""
         self.step_graphs: StepGraphs | None = None
         """The CUDA graphs of micro-batches, if there are any."""
         self._is_stop_requested = settings.is_stop_requested
@@ -110,7 +113,7 @@ class Strategy(ABC):
     @property
     def gradient_accumulation(self) -> GradientAccumulation:
         """Forward and backward of the micro-batches of a step."""
-        return GradientAccumulation(self.accelerator, self._backward_micro_batch, self.step_graphs)
+        return GradientAccumulation(self.accelerator, self._backward_micro_batch, self.step_graphs, self.fused_backward)
 
     @property
     def has_grad_scaler(self) -> bool:
@@ -255,6 +258,8 @@ class Strategy(ABC):
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
         """Clip gradients to ``max_norm`` (0: no clipping); return the norm before clipping."""
+        if self.fused_backward is not None:  # which has clipped them
+            return self.fused_backward.compute_grad_norm()
         return clip_grad_norm(self.accelerator, parameters, max_norm, self.device)
 
     def discard_gradients(self) -> None:

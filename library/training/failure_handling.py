@@ -97,7 +97,9 @@ class FailureHandler:
                 return (
                     "no checkpoint: no rank holds all of the training state; resume from the last one (--auto_resume)"
                 )
-            if not run.nan_guard.has_snapshots and isinstance(error, OutOfMemory) and error.phase == "optimizer":
+            fused = run.strategy.fused_backward
+            is_in_step = isinstance(error, OutOfMemory) and error.phase == "optimizer"
+            if not run.nan_guard.has_snapshots and (is_in_step or (fused is not None and fused.is_updating)):
                 return "no checkpoint: the failed optimizer step may have changed a part of the weights"
             run.nan_guard.roll_back(run)
             name = f"{self.config.save.output_name}-step{run.state.step:08d}"

@@ -31,7 +31,7 @@ def _train_to_end_or_roll_back(run: TrainingRun) -> bool:
     """Train to the last step and return True, or return False after rolling back to the last snapshot.
 
     A resumed run skips no batches: the loader builds those of any step from the batch plan (``dataloader.batch_plan``).
-    The optimizer steps after the backward pass, never within it.
+    The optimizer steps after the backward pass; with ``--fused_backward_pass`` within it (``optim.fused_backward``).
     """
     first_step, unchecked = run.state.step, list[StepMetrics]()
     run.nan_guard.take_snapshot(run)
@@ -109,7 +109,8 @@ def _run_step(run: TrainingRun, step_batches: StepBatches, data_wait_seconds: fl
     should_step = run.nan_guard.should_step(run, step_batches, metrics)
     if should_step:
         with record_phase("optimizer"):
-            run.optimizer.step()
+            if run.strategy.fused_backward is None:
+                run.optimizer.step()
             if run.max_norm_regularizer is not None:
                 run.max_norm_regularizer()
                 run.strategy.sync_master_weights()

@@ -201,7 +201,7 @@ class NanGuard:
         self.skipped_steps.append(bad)
         images = ", ".join(name for batch in step_batches.micro_batches for name in batch.sample_keys)
         report = _write_nan_report(run, step_batches, bad)
-        what = f"loss {bad.loss:g}, gradient norm {bad.grad_norm:g}"
+        what = f"loss {bad.loss:g}, gradient norm {bad.grad_norm:g}{_describe_partial_update(run)}"
         logger.warning("step %d skipped: %s. Images on this rank: %s. Details: %s", step + 1, what, images, report)
         if len(self.skipped_steps) >= self.max_nan_steps:
             raise TooManyFailures(
@@ -210,6 +210,14 @@ class NanGuard:
                 " instead of fp16."
             )
         return False
+
+
+def _describe_partial_update(run: TrainingRun) -> str:
+    """Say how many weights a fused backward pass had updated before it came to a gradient that is NaN or Inf."""
+    fused = run.strategy.fused_backward
+    if fused is None or not fused.num_updated:
+        return ""
+    return f" ({fused.num_updated} of {len(run.parameters)} weights were updated before the first such gradient)"
 
 
 def is_finite(run: TrainingRun, metrics: StepMetrics) -> bool:

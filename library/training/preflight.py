@@ -31,6 +31,7 @@ from ..config.schema import TrainConfig
 from ..config.schema_objective import LossConfig, NoiseConfig
 from ..config.schema_output import SaveConfig, StateConfig
 from ..config.unused_options import find_unused_options
+from ..config.validate_full import validate_fused_launch
 from ..config.validate_objective import validate_objective_for_model
 from ..config.validate_slider import explain_unscalable
 from ..dataset.dataset_config import can_load_datasets, load_dataset_config
@@ -57,6 +58,7 @@ class RunFacts:
     is_compile_enabled: bool = False
     supports_cuda_graphs: bool = True
     optimizer_sharding_engine: str = ""
+    world_size: int = 1
     mixed_precision: str = ""
     """Empty where it is not known, as in a plan; so is the device."""
     device: Any = None
@@ -71,6 +73,7 @@ class RunFacts:
             is_compile_enabled=strategy.is_compile_enabled,
             supports_cuda_graphs=strategy.supports_cuda_graphs,
             optimizer_sharding_engine=strategy.optimizer_sharding_engine,
+            world_size=strategy.comm.world_size,
             mixed_precision=strategy.mixed_precision,
             device=strategy.device,
         )
@@ -132,6 +135,7 @@ def list_run_checks() -> Sequence[RunCheck]:
             if facts.optimizer_sharding_engine
             else ()
         ),
+        _validate_fused_backward,
         lambda config, facts: validate_model.validate_attention(config.distributed.attn_mode, facts.detected),
         lambda config, facts: validate_model.validate_adapter_targets(
             config.adapter, config.optim, facts.family, facts.detected
@@ -168,6 +172,17 @@ def list_run_checks() -> Sequence[RunCheck]:
             config.train.blocks_to_swap, facts.family, facts.detected, facts.is_compile_enabled
         ),
     )
+
+
+def _validate_fused_backward(config: RunConfig, facts: RunFacts) -> Iterator[Problem]:
+    """Check the fused backward pass against the launcher and the optimizer."""
+    from ..optim.validate_optimizer import validate_fused_optimizer
+
+    if config.full.fused_backward_pass:
+        yield from validate_fused_launch(
+            config, facts.world_size, facts.optimizer_sharding_engine, facts.mixed_precision
+        )
+        yield from validate_fused_optimizer(config.optim)
 
 
 def validate_objective(

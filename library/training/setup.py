@@ -44,6 +44,7 @@ from ..models.scheduler_overrides import override_scheduler, use_original_snr
 from ..models.trained_components import list_cached_text_components, select_trained_text_encoders
 from ..optim import lr_schedulers, optimizers
 from ..optim.ema import AdapterEMA
+from ..optim.fused_backward import FusedBackward
 from ..optim.validate_optimizer import find_learning_rate_warnings
 from ..parallel.activation_checkpointing import enable_activation_checkpointing
 from ..parallel.async_copy import CopyStream
@@ -148,7 +149,7 @@ def build_run(
     task = replace(task, resolution_sides=prepared.list_resolution_sides())
     if (facts := cache_readers.slider) is not None:
         task = build_slider_task(task, config.slider, facts, prepared, strategy.unwrap_model(model))
-    _prepare_cuda_graphs(strategy, model)
+    _prepare_steps(config, strategy, model, optimizer)
     loader = _build_loader(strategy, prepared, plan, cache_readers)
     if strategy.comm.is_main:
         _warn_truncated_captions(family, pipe, prepared.list_first_epoch_captions(plan.batch_plan, plan.steps))
@@ -183,8 +184,10 @@ def _build_ema(config: OptimConfig, trainable: Sequence[nn.Parameter], strategy:
     return None if decay is None else AdapterEMA(trainable, decay, strategy.use_written_weights)
 
 
-def _prepare_cuda_graphs(strategy: Strategy, model: nn.Module) -> None:
-    """Let the strategy capture the micro-batches of the model, if asked for."""
+def _prepare_steps(config: RunConfig, strategy: Strategy, model: nn.Module, optimizer: Any) -> None:
+    """Let the strategy update weights within the backward pass, or capture the micro-batches, if asked for."""
+    if config.full.fused_backward_pass:  # accelerate's wrapper steps all weights
+        strategy.fused_backward = FusedBackward(optimizer.optimizer, config.optim.max_grad_norm)
     if strategy.uses_cuda_graphs:
         autocast, capture = strategy.accelerator.autocast, CudaCapture(strategy.device)
         strategy.step_graphs = StepGraphs(strategy.unwrap_model(model), autocast, capture)

@@ -64,7 +64,7 @@ def probe_gradients(run: TrainingRun, batch: PixelBatch) -> None:
             copy_to_shard(item, torch.randn(item.shape, generator=generator) * PERTURBATION_STD)
         run.strategy.use_written_weights()
         loss = torch.stack([run_forward_backward(run, batch, each) for each in task.list_expert_tasks()]).sum()
-        gradients = {name: item.grad for name, item in weights.items()}
+        gradients = _take_gradients(run.strategy, weights)
         _refuse_decay_of_idle_weights(run.strategy, [name for name, each in gradients.items() if each is None])
         _check_gradients(float(loss), gradients, sum_over_shards)
     finally:
@@ -74,6 +74,14 @@ def probe_gradients(run: TrainingRun, batch: PixelBatch) -> None:
             for item in weights.values():
                 item.grad = None
         run.strategy.use_written_weights()
+
+
+def _take_gradients(strategy: Strategy, weights: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor | None]:
+    """Return the gradient of each weight, or its largest magnitude where all gradients are never held at once."""
+    if strategy.fused_backward is None:
+        return {name: weight.grad for name, weight in weights.items()}
+    magnitudes = strategy.fused_backward.pop_trial_gradients()
+    return {name: magnitudes.get(weight) for name, weight in weights.items()}
 
 
 def _keep(values: torch.Tensor) -> torch.Tensor:

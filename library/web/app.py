@@ -28,6 +28,7 @@ from ..report.rendering import STATIC_DIR
 from . import job_pages, lora_pages, new_run_pages, picture_pages, run_pages
 from .folders import OpenedFolders, OutsideFolders
 from .guard import Guard, HostNames
+from .guided import step_pages
 from .login_sessions import WRONG_TOKEN_DELAY_SECONDS, Sessions
 from .workbench import JSONAnswer, Workbench, get_workbench, render_page
 
@@ -65,6 +66,7 @@ def _list_routes() -> Sequence[Route | Mount]:
         Route("/login", show_login),
         Route("/login", log_in, methods=["POST"]),
         Route("/logout", log_out, methods=["POST"]),
+        *step_pages.ROUTES,
         *run_pages.ROUTES,
         *picture_pages.ROUTES,
         *new_run_pages.ROUTES,

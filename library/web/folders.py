@@ -13,6 +13,9 @@ MAX_DEPTH = 8
 SKIPPED_FOLDERS = {"node_modules", "__pycache__", "site-packages"}
 """Folders that are skipped besides hidden ones."""
 
+OWN_TESTS = Path(__file__).resolve().parents[2] / "tests"
+"""The test data of this project, which is skipped where its checkout is opened: dataset files and runs of no user."""
+
 SETTLED_NS = 3 * 10**9
 """A folder that has changed less long ago may change again at the same time of its file system."""
 
@@ -92,7 +95,13 @@ class OpenedFolders:
                 continue
             yield folder, content
             if depth < MAX_DEPTH:
-                pending += [(folder / name, depth + 1) for name in subfolders]
+                inside = (folder / name for name in subfolders)
+                pending += [(path, depth + 1) for path in inside if path != OWN_TESTS]
+
+
+def format_setting_path(path: Path) -> str:
+    """Format a path for settings: relative to the working directory, as users write it, if it is below it."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 @dataclass

@@ -17,7 +17,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .login_sessions import Sessions
 
 MAX_BODY_BYTES = 2**20
-"""Nothing is uploaded: the largest body is an edit of many captions."""
+"""The limit of all requests but uploads: the largest is an edit of many captions."""
+
+UPLOAD_PREFIX = "/api/train/upload/"
+MAX_UPLOAD_BYTES = 2**26
+"""The address to which pictures are uploaded, one a request, and the limit of its size."""
 
 PUBLIC_PATHS = ("/login", "/static/", "/favicon.ico")
 RESPONSE_HEADERS = {
@@ -86,11 +90,12 @@ class Guard:
         if refusal is not None:
             await refusal(scope, receive, send_guarded)
             return
-        body = _LimitedBody(receive)
+        limit = _get_body_limit(scope["path"])
+        body = _LimitedBody(receive, limit)
         try:
             await self.app(scope, body.receive, send_guarded)
         except _BodyTooLarge:
-            await _answer_too_large()(scope, receive, send_guarded)
+            await _answer_too_large(limit)(scope, receive, send_guarded)
 
     def _find_refusal(self, scope: Scope, headers: Headers) -> Response | None:
         path, host = scope["path"], headers.get("host", "")
@@ -100,8 +105,9 @@ class Guard:
         if scope["method"] not in ("GET", "HEAD") and not _is_same_origin(headers, host):
             return PlainTextResponse("refused: this request came from another page", 403)
         length = headers.get("content-length", "0")
-        if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
-            return _answer_too_large()
+        limit = _get_body_limit(path)
+        if not length.isdecimal() or int(length) > limit:
+            return _answer_too_large(limit)
         if path.startswith(PUBLIC_PATHS) or self.sessions.is_open(headers.get("cookie", "")):
             return None
         if path.startswith("/api/") or scope["method"] not in ("GET", "HEAD"):
@@ -117,8 +123,12 @@ def _is_same_origin(headers: Headers, host: str) -> bool:
     return origin.scheme in ("http", "https") and origin.netloc.lower() == host.lower() and bool(host)
 
 
-def _answer_too_large() -> Response:
-    return JSONResponse({"error": f"the request is larger than {MAX_BODY_BYTES // 2**20} MiB"}, 413)
+def _get_body_limit(path: str) -> int:
+    return MAX_UPLOAD_BYTES if path.startswith(UPLOAD_PREFIX) else MAX_BODY_BYTES
+
+
+def _answer_too_large(limit: int) -> Response:
+    return JSONResponse({"error": f"the request is larger than {limit // 2**20} MiB"}, 413)
 
 
 def _add_headers(send: Send) -> Send:
@@ -140,12 +150,12 @@ class _BodyTooLarge(Exception):
 class _LimitedBody:
     """Counts the bytes of a request as they come."""
 
-    def __init__(self, receive: Receive):
-        self._receive, self._count = receive, 0
+    def __init__(self, receive: Receive, limit: int):
+        self._receive, self._limit, self._count = receive, limit, 0
 
     async def receive(self) -> Any:
         message = await self._receive()
         self._count += len(message.get("body", b""))
-        if self._count > MAX_BODY_BYTES:
+        if self._count > self._limit:
             raise _BodyTooLarge
         return message

@@ -14,10 +14,12 @@ from ..config.types import MemorySize
 from ..errors import UserError
 from ..problems import report_file
 from .commands import CommandRunner
+from .folders import format_setting_path
 from .jobs import build_command
 from .picture_pages import take_json
-from .presets import list_presets
+from .presets import CARD_MEMORIES, list_presets
 from .run_form import CheckedForm, export_values, list_field_groups, read_settings_file
+from .runs import Run
 from .validate_requests import HEADER
 from .workbench import JSONAnswer, get_workbench, render_page
 
@@ -33,21 +35,36 @@ def show_form(request: Request) -> Response:
         if summary is None:
             raise UserError("this run was started by an older version: its settings are unknown")
         values = export_values(summary.all_settings)
+        if "continue" in query:
+            values |= _continue_from(workbench.runs.get_run(query["run"]))
     elif "file" in query:
         path = workbench.folders.resolve_key(query["file"])
         if path.suffix != ".toml" or not path.is_file():
             raise UserError(report_file(path.name, "no run TOML"))
         values = export_values(read_settings_file(path))
     elif "dataset" in query:
-        values = {"dataset_config": _format_setting_path(workbench.folders.resolve_key(query["dataset"]))}
+        values = {"dataset_config": format_setting_path(workbench.folders.resolve_key(query["dataset"]))}
     page = {
         "title": "New run",
         "groups": list_field_groups(),
         "start": {"values": values, "presets": list_presets()},
-        "datasets": [_format_setting_path(path) for path in workbench.pictures.find_dataset_files()],
+        "datasets": [format_setting_path(path) for path in workbench.pictures.find_dataset_files()],
         "files": _list_settings_files(request),
+        "cards": CARD_MEMORIES,
     }
     return render_page(request, "new_run.html", page)
+
+
+def _continue_from(run: Run) -> dict[str, Any]:
+    """Build the settings that train on from the LoRA of a finished run, under another name."""
+    final = run.folder / f"{run.name}.safetensors"
+    if not final.is_file():
+        raise UserError(report_file(final.name, "is not there", "train on is for runs that are finished"))
+    return {
+        "network_weights": format_setting_path(final),
+        "output_name": f"{run.name}-more",
+        "output_dir": format_setting_path(run.folder),
+    }
 
 
 def check_form(request: Request, body: Mapping[str, Any]) -> Response:
@@ -116,11 +133,6 @@ def _is_settings_file(path: Path) -> bool:
     except OSError:
         return False
     return text.startswith(HEADER) or ("max_train_" in text and "datasets]]" not in text)
-
-
-def _format_setting_path(path: Path) -> str:
-    """Write a path relative to the working directory, as users do, if it is below it."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def _get_runner(request: Request) -> CommandRunner:

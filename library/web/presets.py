@@ -9,6 +9,12 @@ from ..models.families import FAMILY_FACTS
 DEFAULT_MEMORY = "24GB"
 """The page puts the memory that is typed there in its place."""
 
+CARD_MEMORIES = ("8GB", "12GB", "16GB", "24GB", "32GB", "48GB", "80GB")
+"""Cards by the memory that they have."""
+
+GROUPS: Mapping[str, str] = {"image": "Pictures", "edit": "Editing pictures", "video": "Videos"}
+"""Titles of the presets by the kind of model."""
+
 
 @dataclass(frozen=True)
 class FamilyPreset:
@@ -59,4 +65,13 @@ PRESETS: Mapping[str, FamilyPreset] = {
 
 def list_presets() -> list[dict[str, Any]]:
     """List all presets for the page, with their values."""
-    return [{"name": preset.title, "values": preset.build_values()} for preset in PRESETS.values()]
+    return [
+        {"name": preset.title, "group": _find_group(name), "values": preset.build_values()}
+        for name, preset in PRESETS.items()
+    ]
+
+
+def _find_group(name: str) -> str:
+    """Return the kind of model as the title of a group: what it makes."""
+    facts = FAMILY_FACTS.get(name) or FAMILY_FACTS.get(name.rpartition("_")[0])
+    return GROUPS[facts.pipeline.kind] if facts is not None and name != "demo" else "To try it"

@@ -52,6 +52,7 @@ def show_run(request: Request) -> Response:
         "files": files,
         "job": get_workbench(request).queue.find_job(run.folder, run.name),
         "state": _describe_state(request, run, overview),
+        "has_lora": overview.status == "finished" and (run.folder / f"{run.name}.safetensors").is_file(),
         "has_state": any(run.folder.glob(f"{glob.escape(run.name)}*-state")),
     }
     return render_page(request, "run.html", values)

@@ -6,7 +6,10 @@ from typing import TYPE_CHECKING
 
 from ..atomic_files import open_atomic_path
 from ..dataloader.images import load_first_frame
+from ..dataset.image_decoding import load_rgb_image
 from ..dataset.scan_cache import CACHE_FOLDER
+from ..errors import UserError
+from ..problems import report_file
 from .folders import OpenedFolders
 from .pictures import Picture
 
@@ -33,6 +36,18 @@ def load_thumbnail(folders: OpenedFolders, picture: Picture, *, is_large: bool =
         except OSError:  # a read-only disk: it is made again the next time
             pass
     return data
+
+
+def load_file_thumbnail(path: Path, side: int) -> bytes:
+    """Return a WebP file of a picture that belongs to no dataset yet."""
+    try:
+        image = load_rgb_image(path)
+    except OSError:
+        raise
+    except Exception as error:  # decoders raise all kinds of exceptions for damaged files
+        raise UserError(report_file(path.name, f"cannot be decoded: {error}")) from None
+    image.thumbnail((side, side), reducing_gap=2.0)
+    return _encode(image)
 
 
 def _find_cache_file(folders: OpenedFolders, picture: Picture) -> Path | None:

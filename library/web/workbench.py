@@ -15,6 +15,8 @@ from ..report.rendering import build_environment
 from .caption_edits import CaptionEditor
 from .commands import CommandRunner
 from .folders import OpenedFolders
+from .guided.picture_check import PictureCheck
+from .guided.project import Project, ProjectShelf
 from .jobs import JobQueue
 from .login_sessions import Sessions
 from .pictures import PictureSet, PictureShelf
@@ -22,7 +24,13 @@ from .run_form import FormChecker
 from .runs import RunReader
 from .undo_log import UndoLog
 
-SECTIONS = (("runs", "Runs"), ("pictures", "Pictures"), ("new", "New run"), ("lora", "LoRA files"))
+SECTIONS = (
+    ("train", "Train"),
+    ("runs", "Runs"),
+    ("pictures", "Pictures"),
+    ("new", "New run"),
+    ("lora", "LoRA files"),
+)
 """Address and title of the entries of the navigation."""
 
 
@@ -42,6 +50,8 @@ class Workbench:
         self.commands = CommandRunner()
         self.editors: dict[int, CaptionEditor] = {}
         self.undo_logs: dict[Path, UndoLog] = {}
+        self.projects = ProjectShelf(self.folders)
+        self.checks: dict[Path, PictureCheck] = {}
 
     def get_editor(self, pictures: PictureSet) -> CaptionEditor:
         """Return the editor of a picture set; a new scan has a new one, which can undo the edits of the one before."""
@@ -50,6 +60,12 @@ class Workbench:
         if pictures.path not in self.undo_logs:
             self.undo_logs.setdefault(pictures.path, UndoLog(pictures.path, self.folders))
         return self.editors.setdefault(id(pictures), CaptionEditor(pictures, self.undo_logs[pictures.path]))
+
+    def get_check(self, project: Project) -> PictureCheck:
+        """Return the check of a project's pictures, which goes by the choices as they are now."""
+        check = self.checks.setdefault(project.folder, PictureCheck(project))
+        check.update(project)
+        return check
 
 
 class JSONAnswer(JSONResponse):

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from ...models.base import Family
-from ...models.loading import load_pipeline_on_meta
+from ...models.loading import load_pipeline_on_meta, prepare_denoiser
 from ...models.own_families import find_contradictions
 from ...models.text_encoding import encode_text_on_meta
+from ...parallel.fsdp import find_fsdp_blocks
 from .cases import (
     EXACT,
     CheckFailedError,
@@ -44,6 +45,9 @@ def check_facts(family: Family, case: TinyCase) -> None:
         raise CheckFailedError(f"the family {text}")
     names = family.facts.pipeline.class_name, type(case.pipe).__name__
     ensure(names[0] == names[1], f"pipeline.class_name is {names[0]}, and the pipeline is a {names[1]}")
+    denoiser = getattr(case.pipe, family.facts.denoiser_name)
+    prepare_denoiser(family, denoiser)
+    find_fsdp_blocks(denoiser)
 
 
 def call_pipeline(case: TinyCase, **arguments: Any) -> Any:

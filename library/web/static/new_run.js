@@ -132,18 +132,24 @@
   });
 
   // Presets, files, and options found by name or help.
-  const models = document.querySelector("#preset optgroup");
-  models.append(...start.presets.map((preset, number) => make("option", { value: `preset:${number}`, textContent: preset.name })));
-  byId("preset").addEventListener("change", () => { byId("begin").disabled = !byId("preset").value; });
+  // A model, then a card: the card's memory is that of the run, by which what fits is chosen.
+  for (const group of new Set(start.presets.map((preset) => preset.group))) {
+    const models = start.presets.flatMap((preset, number) => preset.group === group ? [make("option", { value: `${number}`, textContent: preset.name })] : []);
+    byId("preset").append(make("optgroup", { label: group }, ...models));
+  }
+  byId("card").addEventListener("change", () => { byId("memory").value = byId("card").value; });
+  const choices = ["preset", "begin-file"].flatMap((id) => byId(id) ?? []);
+  for (const choice of choices) choice.addEventListener("change", () => {
+    for (const other of choices) if (other !== choice) other.value = "";
+    byId("begin").disabled = !choice.value;
+  });
   byId("begin").addEventListener("click", () => {
-    const [kind, ...rest] = byId("preset").value.split(":");
-    if (kind === "file") location.href = `/new?${new URLSearchParams({ file: rest.join(":") })}`;
-    if (kind === "preset") {
-      const own = ["dataset_config", "output_dir", "output_name"].map((name) => [name, controls.get(name).value]);
-      const values = { ...start.presets[+rest[0]].values };
-      if (values.gpu_memory) values.gpu_memory = byId("memory").value || values.gpu_memory;
-      fill({ ...values, ...Object.fromEntries(own.filter(([, value]) => value)) });
-    }
+    const file = byId("begin-file")?.value;
+    if (file) { location.href = `/new?${new URLSearchParams({ file: file.slice("file:".length) })}`; return; }
+    const own = ["dataset_config", "output_dir", "output_name"].map((name) => [name, controls.get(name).value]);
+    const values = { ...start.presets[+byId("preset").value].values };
+    if (values.gpu_memory) values.gpu_memory = byId("memory").value || values.gpu_memory;
+    fill({ ...values, ...Object.fromEntries(own.filter(([, value]) => value)) });
   });
   const opened = new Map();
   byId("find").addEventListener("input", (event) => {

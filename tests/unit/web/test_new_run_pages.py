@@ -123,6 +123,40 @@ def test_the_form_begins_with_a_run_a_file_or_a_preset(root):
     assert 'value="file:0/run.toml"' in page.get("/new").text
 
 
+def test_a_finished_run_is_trained_on_from_its_lora(root):
+    write_run(root / "out", "first", network_dim=12)
+    page = open_page(root)
+    assert "Train on" not in page.get("/runs/0/out/first").text
+    assert page.get("/new?run=0/out/first&continue=1").status_code == 400
+    (root / "out" / "first.safetensors").touch()
+
+    assert "/new?run=0/out/first&amp;continue=1" in page.get("/runs/0/out/first").text
+    start = (
+        page.get("/new?run=0/out/first&continue=1").text.partition('id="start-values">')[2].partition("</script>")[0]
+    )
+    expected = {"network_weights": "out/first.safetensors", "output_name": "first-more", "output_dir": "out"}
+    assert json.loads(start)["values"] == {"network_dim": "12", **expected}
+
+
+def test_models_of_the_form_are_grouped_by_what_they_make():
+    groups = {preset["name"]: preset["group"] for preset in list_presets()}
+
+    assert groups["Demo model (CPU)"] == "To try it" and groups["Wan 2.1"] == "Videos"
+    assert groups["FLUX.2 klein 4B"] == "Pictures" and groups["FLUX.1 Kontext"] == "Editing pictures"
+
+
+def test_the_test_data_of_the_project_is_not_listed(tmp_path, monkeypatch):
+    from library.web import folders
+
+    for name in ("tests", "mine/tests"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "set.toml").write_text("[[datasets]]\n")
+    monkeypatch.setattr(folders, "OWN_TESTS", tmp_path / "tests")
+    text = open_page(tmp_path).get("/pictures").text
+
+    assert "mine/tests/set.toml" in text and ">tests/set.toml" not in text
+
+
 def test_every_preset_is_a_run_that_the_parser_accepts(root):
     assert PRESETS.keys() - FAMILY_FACTS.keys() == {"demo", "flux2_klein_4b"}
     for preset in list_presets():

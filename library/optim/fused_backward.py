@@ -1,0 +1,171 @@
+"""Fused backward pass (``--fused_backward_pass``): the optimizer updates weights within backward and frees gradients.
+
+A hook on each weight sees its gradient when it is complete.  Some gradients are collected, so that the optimizer takes
+many weights at once; then they are clipped, their weights updated, and the gradients freed.  So a step never holds the
+gradients of all weights.  What needs all of them is not possible: clipping by the norm of all gradients (each is
+clipped by its own norm, as in sd-scripts), and optimizers that compute one step size from all weights.
+
+A weight is updated when no other gradient of this backward needs it any more: autograd runs its hook after all uses.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+MAX_COLLECTED_BYTES = 64 * 2**20
+COLLECTED_SHARE = 1 / 32
+"""Gradients are collected up to this share of all, and at most so many bytes."""
+
+
+class PartialStep:
+    """Steps an optimizer for some of its weights at a time, with the result of one step for all of them.
+
+    Counters and sums that an optimizer keeps in its groups change once per step, however many parts it has.
+    """
+
+    def __init__(self, optimizer: Optimizer):
+        self._optimizer = optimizer
+        self._group_of = {
+            weight: index for index, group in enumerate(optimizer.param_groups) for weight in group["params"]
+        }
+        self._before: list[dict[str, Any]] = []
+        self._after: dict[int, dict[str, Any]] = {}
+
+    def start(self) -> None:
+        """Remember the values of the groups, from which each part of the step starts."""
+        groups = self._optimizer.param_groups
+        self._before = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        self._after = {}
+
+    def update(self, weights: Sequence[Tensor]) -> None:
+        """Update these weights, which have gradients."""
+        groups = self._optimizer.param_groups
+        parts = dict[int, dict[str, Any]]()
+        for weight in weights:
+            index = self._group_of[weight]
+            part = parts.setdefault(index, {"params": [], **copy.deepcopy(self._before[index])})
+            part["params"].append(weight)
+        try:
+            self._optimizer.param_groups = list(parts.values())
+            self._optimizer.step()
+        finally:
+            self._optimizer.param_groups = groups
+        self._after |= parts
+
+    def finish(self) -> None:
+        """Take over what the step changed in the groups."""
+        for index, part in self._after.items():
+            values = {key: value for key, value in part.items() if key != "params"}
+            self._optimizer.param_groups[index].update(values)
+
+
+class FusedBackward:
+    """Updates the weights of an optimizer in the backward pass of the last micro-batch of a step.
+
+    Backward passes outside of a step, which try something before training, update nothing: of each gradient only the
+    largest magnitude is kept.
+    """
+
+    def __init__(self, optimizer: Optimizer, max_grad_norm: float):
+        """``max_grad_norm`` limits the norm of each gradient on its own; 0: no clipping."""
+        self._partial_step, self._max_grad_norm = PartialStep(optimizer), max_grad_norm
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        self._max_bytes = min(MAX_COLLECTED_BYTES, COLLECTED_SHARE * sum(weight.nbytes for weight in weights))
+        self._action = self._discard
+        self._collected: list[Tensor] = []
+        self._num_collected_bytes = 0
+        self._norms: list[Tensor] = []
+        self._trial_magnitudes: dict[Tensor, Tensor] = {}
+        self._is_finite = True
+        self.num_updated = 0
+        """The number of weights that the step has updated."""
+        self.is_updating = False
+        """Whether a step has begun to update weights and has not ended, so that they are those of no step."""
+        self._handles = [weight.register_post_accumulate_grad_hook(self._handle_gradient) for weight in weights]
+
+    def start_step(self) -> None:
+        """Begin a step; call it before its first backward."""
+        self._partial_step.start()
+        self._collected, self._num_collected_bytes = [], 0
+        self._norms, self._is_finite, self.num_updated, self.is_updating = [], True, 0, False
+
+    @contextmanager
+    def run_micro_batch(self, loss: Tensor, *, is_last: bool) -> Iterator[None]:
+        """Add up gradients in backwards within the context, or update weights if this is the last micro-batch.
+
+        A step with a loss that is NaN or Inf updates nothing; this waits for the device.
+        """
+        self._is_finite &= bool(loss.detach().isfinite().all())
+        self._action = self._collect if is_last else self._keep
+        try:
+            yield
+            self._update_collected()
+        finally:
+            self._action = self._discard
+        if is_last:
+            self._partial_step.finish()
+            self.is_updating = False
+
+    def compute_grad_norm(self) -> Tensor:
+        """Compute the norm of the gradients of the step just done, before clipping."""
+        norm: Tensor = torch.linalg.vector_norm(torch.stack([norm.float() for norm in self._norms]))
+        return norm
+
+    def pop_trial_gradients(self) -> dict[Tensor, Tensor]:
+        """Return the largest magnitude in the gradient of each weight in backwards outside of steps, and forget it."""
+        found, self._trial_magnitudes = self._trial_magnitudes, {}
+        return found
+
+    def remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _handle_gradient(self, weight: Tensor) -> None:
+        self._action(weight)
+
+    def _keep(self, weight: Tensor) -> None:
+        """Leave the gradient, to which those of the next micro-batches are added."""
+
+    def _discard(self, weight: Tensor) -> None:
+        assert weight.grad is not None
+        magnitude, known = weight.grad.abs().max(), self._trial_magnitudes.get(weight)
+        self._trial_magnitudes[weight] = magnitude if known is None else torch.maximum(known, magnitude)
+        weight.grad = None
+
+    def _collect(self, weight: Tensor) -> None:
+        self._collected.append(weight)
+        self._num_collected_bytes += weight.nbytes
+        if self._num_collected_bytes >= self._max_bytes:
+            self._update_collected()
+
+    @torch.no_grad()
+    def _update_collected(self) -> None:
+        """Clip the collected gradients, update their weights, and free the gradients.
+
+        From the first gradient on that is NaN or Inf nothing more is updated in this step.  This waits for the device.
+        """
+        weights, self._collected, self._num_collected_bytes = self._collected, [], 0
+        if not weights:
+            return
+        norms = [self._clip(weight) for weight in weights]
+        self._norms += norms
+        self._is_finite = self._is_finite and bool(torch.stack(norms).isfinite().all())
+        if self._is_finite:
+            self.is_updating = True
+            self._partial_step.update(weights)
+            self.num_updated += len(weights)
+        for weight in weights:
+            weight.grad = None
+
+    def _clip(self, weight: Tensor) -> Tensor:
+        """Clip a gradient by its own norm; return the norm before clipping."""
+        assert weight.grad is not None
+        if self._max_grad_norm:
+            return nn.utils.clip_grad_norm_([weight], self._max_grad_norm)
+        norm: Tensor = torch.linalg.vector_norm(weight.grad)
+        return norm

@@ -1,0 +1,69 @@
+"""Words for people: labels of options and a sentence for each family, where names say little to a beginner."""
+
+from collections.abc import Mapping
+
+from ...models.facts import FamilyFacts
+
+FIRST_FIELDS: Mapping[str, tuple[str, str]] = {
+    "output_name": ("Name of the LoRA", "the file is called so"),
+    "max_train_steps": ("Steps", "how long it learns; more is not always better"),
+    "learning_rate": ("Learning rate", "how much each step changes"),
+    "network_dim": ("Size", "how much the LoRA can hold; its file grows with it"),
+    "network_alpha": ("Strength", "often as large as the size, or half of it"),
+    "resolution": ("Picture size", "in pixels; pictures are made as large as its square"),
+    "train_batch_size": ("Pictures at once", "more are faster and need more memory"),
+    "optimizer_type": ("Optimizer", "Prodigy finds the learning rate itself; give it 1"),
+    "lr_scheduler": ("Course of the learning rate", "cosine ends gently"),
+    "save_every_n_steps": ("Save a file every … steps", "to choose the best one later"),
+    "sample_every_n_steps": ("Preview pictures every … steps", "from the texts below"),
+    "gpu_memory": ("Memory of the card", "what makes the run fit is chosen by it"),
+}
+"""The twelve fields that are shown at first, with their label and a few words."""
+
+FAMILY_SENTENCES: Mapping[str, str] = {
+    "sd1": "The classic: small, quick to train on any card, with the most LoRAs of others to combine with.",
+    "sd2": "The follower of the classic; few programs and LoRAs are made for it.",
+    "sdxl": "Large pictures on cards from 8 GB; the base of most models of drawings and anime.",
+    "sd3": "A transformer that follows long texts and writes words into pictures.",
+    "flux": "Excellent photographs and texts in pictures; large, so cards from 16 GB are comfortable.",
+    "flux_kontext": "FLUX.1 that edits a picture by a sentence; it is trained on pairs of pictures.",
+    "chroma": "FLUX.1 made smaller and trained anew, with a free licence.",
+    "flux2_dev": "The largest FLUX: the best pictures, for cards from 32 GB or several.",
+    "flux2_klein": "A smaller FLUX.2, made for training at home.",
+    "flux3": "The newest FLUX at a size for one card.",
+    "z_image": "Small and quick for its quality; one of the best choices for cards from 12 GB.",
+    "qwen_image": "Follows long texts very well, in English and Chinese; large.",
+    "qwen_image21": "A smaller Qwen-Image that fits on one card.",
+    "qwen_image_edit": "Qwen-Image that edits a picture by a sentence; it is trained on pairs of pictures.",
+    "sana": "Very quick: it makes large pictures from a strongly compressed form.",
+    "lumina2": "Small and free, with good drawings.",
+    "kolors": "An SDXL that understands Chinese.",
+    "hidream": "Large, with four text encoders; very good at following texts.",
+    "aura_flow": "Free, and good at following texts.",
+    "ovis_image": "Made for words in pictures.",
+    "longcat_image": "Small for its quality; follows texts in English and Chinese.",
+    "ernie_image": "Train on the base model: the Turbo loses its few steps.",
+    "krea2": "Photographs with a natural look; train on Raw: the Turbo loses its few steps.",
+    "cogview4": "Follows texts in English and Chinese.",
+    "pixart_sigma": "Very small; one of the lightest to train.",
+    "wan": "Short videos; trained on pictures it learns what things look like.",
+    "hunyuan_video": "Videos; trained on pictures it learns what things look like.",
+    "ltx_video": "Quick, short videos on small cards.",
+}
+
+_KINDS = {
+    "image": "Makes pictures from a text.",
+    "edit": "Changes a picture that it is given; it is trained on pairs of pictures.",
+    "video": "Makes videos; trained on pictures it learns what things look like.",
+}
+
+
+def describe_family(name: str, facts: FamilyFacts) -> str:
+    """Return one sentence about a family; made from its facts where none was written."""
+    return FAMILY_SENTENCES.get(name) or _KINDS[facts.pipeline.kind]
+
+
+def format_parameters(facts: FamilyFacts) -> str:
+    """Format how large a model is; empty if that is not known."""
+    count = facts.pipeline.num_parameters
+    return f"{count / 1e9:.2g} billion parameters" if count else ""
