@@ -43,6 +43,9 @@ class Purpose:
     # Initial weights of the adapter, by module: "PURPOSE/MODULE"; other adapter types use the names of their tensors.
     LORA_INIT = "lora"
 
+    # The vectors of a new word that start from none, by text encoder: "PURPOSE/COMPONENT".
+    TOKEN_VECTORS = "token vectors"
+
     RANDOM_MODEL = "random weights"
     PREVIEW, GRADIENT_PROBE, SESSION_ID = "preview", "probe", "session"
 

@@ -48,6 +48,37 @@ def write_adapter_file(
 
     ``check`` may raise to reject the new file; it is called with its temporary path.
     """
+
+    def verify(part: Path) -> None:
+        verify_adapter_file(part, tensors, metadata, is_trained, path)
+        if check is not None:
+            check(part)
+
+    _write_atomically(path, tensors, metadata, verify)
+
+
+def write_embedding_file(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write and verify a file of the vectors of a word, as ``write_adapter_file`` does a LoRA file."""
+
+    def verify(part: Path) -> None:
+        problems = [f"{key} differs" for key, each in tensors.items() if not _is_equal_in_file(part, key, each)]
+        if read_header(part, path).metadata != metadata:
+            problems.append("metadata differs")
+        if problems:
+            raise InvalidAdapterFileError(f"{path} failed its verification: {'; '.join(problems)}")
+
+    _write_atomically(path, tensors, metadata, verify)
+
+
+def _is_equal_in_file(path: Path, key: str, tensor: Tensor) -> bool:
+    found = {name: value for name, value in iter_tensors(path) if name == key}
+    return key in found and found[key].dtype == tensor.dtype and torch.equal(found[key], tensor)
+
+
+def _write_atomically(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], verify: Callable[[Path], None]
+) -> None:
+    """Write a file beside ``path`` and verify it; ``verify`` may raise to reject it. Then give it its name."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,9 +87,7 @@ def write_adapter_file(
         save_file(dict(tensors), part, dict(metadata))
         part.chmod(mode)
         fsync_file(part)
-        verify_adapter_file(part, tensors, metadata, is_trained, path)
-        if check is not None:
-            check(part)
+        verify(part)
         replace_path(part, path)
         fsync_dir(path.parent)
     except (OSError, SafetensorError) as error:

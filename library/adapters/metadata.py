@@ -86,9 +86,8 @@ def build_metadata(config: RunConfig, model: BaseModelMetadata, run: RunMetadata
             **_build_training_adapter_metadata(config.adapter),
             "ss_cache_latents": config.cache.caches_latents,
             **objective,
-            **_build_modelspec_metadata(
-                config.save, config.noise, model, run, software, is_full=config.adapter.is_full
-            ),
+            **_build_modelspec_metadata(config.save, config.noise, model, run, software, train=config.adapter.train),
+            **_build_token_metadata(config.adapter),
             "modelspec.encoder_layer": str(config.model.clip_skip or 1),
         }
     )
@@ -171,7 +170,7 @@ def update_network_metadata(metadata: Mapping[str, str], before: NetworkSizes, n
 def _build_minimum_metadata(config: AdapterConfig, model: BaseModelMetadata, run: RunMetadata) -> dict[str, Any]:
     """Build the metadata that loaders and web UIs need, even with ``no_metadata``."""
     base = {"ss_v2": model.is_version_2, "ss_base_model_version": model.base_model_version}
-    if config.is_full:
+    if not config.has_adapter:
         return base
     return {
         **base,
@@ -250,6 +249,16 @@ MODELSPEC_USER_KEYS: Mapping[str, str] = {
 """Keys set by the user, and the option of each."""
 
 
+_ARCHITECTURE_ENDS = {"lora": "/lora", "full": "", "embedding": "/textual-inversion"}
+
+
+def _build_token_metadata(config: AdapterConfig) -> dict[str, Any]:
+    """Record the new word, which programs read from the name of the file alone."""
+    if not config.trains_embedding:
+        return {}
+    return {"ss_token_string": config.token_string, "ss_num_vectors_per_token": config.num_vectors_per_token}
+
+
 def _build_modelspec_metadata(
     save: SaveConfig,
     noise: NoiseConfig,
@@ -257,12 +266,12 @@ def _build_modelspec_metadata(
     run: RunMetadata,
     software: str,
     *,
-    is_full: bool,
+    train: str,
 ) -> dict[str, Any]:
     width, height = run.resolution
     values = {
         "sai_model_spec": "1.0.1",
-        "architecture": model.architecture if is_full else f"{model.architecture}/lora",
+        "architecture": f"{model.architecture}{_ARCHITECTURE_ENDS[train]}",
         "implementation": model.implementation,
         "implementation_version": software,
         "title": save.metadata_title or save.output_name,

@@ -117,7 +117,7 @@ TEXT_PRECISION = NoEffectOption(
 
 _USE_DATASET_TOML = "use a dataset TOML (--dataset_config)"
 FULL_TRAINING = OtherScriptOption(
-    "for full fine-tuning (--train full) or textual inversion; only a LoRA is trained here",
+    "for full fine-tuning (--train full), not for a LoRA",
     in_full=UnsupportedOption("not supported with train full; remove it"),
 )
 """Options of other scripts of sd-scripts and musubi-tuner than those for LoRA."""
@@ -126,8 +126,7 @@ _BROKEN_IN_KOHYA = NoEffectOption("no effect in sd-scripts either")
 
 _FULL_TRAINING_OPTIONS = """
     block_lr no_token_padding num_last_block_to_freeze learning_rate_te3
-    token_string init_word num_vectors_per_token weights use_object_template
-    use_style_template skip_latents_validity_check double_blocks_to_swap single_blocks_to_swap use_t5xxl_cache_only
+    skip_latents_validity_check double_blocks_to_swap single_blocks_to_swap use_t5xxl_cache_only
 """.split()
 
 GUI_KEYS = frozenset(

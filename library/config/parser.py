@@ -63,6 +63,7 @@ from .unused_options import (
     resolve_trained_components,
 )
 from .validate import validate_config
+from .validate_embedding import resolve_embedding_run
 from .validate_full import resolve_text_encoder_rates
 from .validate_slider import resolve_slider_run
 
@@ -461,6 +462,7 @@ def _sort_switch_aliases_first(
 
 def _resolve_run_config(parsed: ParsedConfig) -> ParsedConfig:
     """Resolve learning rates of 0, drop options without effect, and check the options against each other."""
+    parsed = _resolve_embedding_run(parsed)
     adapter = resolve_lycoris_preset(parsed.config.adapter)
     parsed = replace(parsed, config=resolve_text_encoder_rates(replace(parsed.config, adapter=adapter)))
     if parsed.program == "musubi-tuner":
@@ -471,6 +473,16 @@ def _resolve_run_config(parsed: ParsedConfig) -> ParsedConfig:
     parsed = replace(parsed, config=resolve_slider_run(replace(parsed.config, adapter=adapter, optim=optim)))
     problems = parsed.drop_consequences(validate_config(parsed.config, parsed.explicit))
     return replace(parsed, problems=[*parsed.problems, *locate_problems(problems, parsed.locations)])
+
+
+def _resolve_embedding_run(parsed: ParsedConfig) -> ParsedConfig:
+    """Take a command of sd-scripts' textual inversion for what it is, and say so."""
+    config = resolve_embedding_run(parsed.config, parsed.explicit)
+    if config.adapter.train == parsed.config.adapter.train:
+        return replace(parsed, config=config)
+    place = parsed.locations["token_string"]
+    notice = f"{place}: train embedding, as in sd-scripts; with train lora, a LoRA is trained as well"
+    return replace(parsed, config=config, notices=[*parsed.notices, notice])
 
 
 def _resolve_musubi_run(parsed: ParsedConfig) -> ParsedConfig:

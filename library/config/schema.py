@@ -7,6 +7,7 @@ from .option_needs import AnyOf, Has, HasValue, IsSet, IsUnset, Needs, OfModel, 
 from .options import ALWAYS, Alias, define_option
 from .schema_data import CacheConfig, DataConfig, ValidateConfig
 from .schema_distributed import DeepSpeedConfig, DistributedConfig, ParallelConfig, ShardingConfig
+from .schema_embedding import TrainedPartConfig
 from .schema_full import IS_FULL, IS_LORA, FullConfig
 from .schema_objective import LossConfig, NoiseConfig, PreservationConfig, SliderConfig
 from .schema_optim import OptimConfig
@@ -293,15 +294,9 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class AdapterConfig:
-    """What is trained, and the adapter: its type, rank, initial weights and what it is attached to."""
+class AdapterConfig(TrainedPartConfig):
+    """The adapter: its type, rank, initial weights and what it is attached to."""
 
-    train: Literal["lora", "full"] = define_option(
-        "lora",
-        "what is trained: an adapter, or the weights of the model themselves (docs/full_finetuning.md)",
-        needs=ALWAYS,
-        is_basic=True,
-    )
     train_text_encoder: bool = define_option(
         False,
         "train full: train the CLIP text encoders as well",
@@ -388,17 +383,13 @@ class AdapterConfig:
     network_train_text_encoder_only: bool = define_option(False, "train the text encoders only", needs=(IS_LORA,))
 
     @property
-    def is_full(self) -> bool:
-        """Whether the weights of the model are trained, and no adapter."""
-        return self.train == "full"
-
-    @property
     def trains_denoiser(self) -> bool:
-        return not self.network_train_text_encoder_only
+        return self.train != "embedding" and not self.network_train_text_encoder_only
 
     @property
     def trains_text_encoders(self) -> bool:
-        if self.is_full:
+        """Whether text encoders have an adapter, or are trained in full; new vectors alone do not count."""
+        if not self.has_adapter:
             return self.train_text_encoder
         return self.network_train_text_encoder_only or not self.network_train_unet_only
 

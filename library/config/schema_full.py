@@ -10,7 +10,7 @@ from .option_needs import HasValue, IsSet
 from .options import define_option
 
 IS_FULL = HasValue("train", ("full",), "train is not full")
-IS_LORA = HasValue("train", ("lora",), "train is full, without an adapter")
+IS_LORA = HasValue("train", ("lora",), "there is no adapter: train is not lora")
 
 
 def _define_text_rate(which: str) -> Any:

@@ -25,6 +25,7 @@ from .validate_distributed import (
     validate_precision,
     validate_profile_steps,
 )
+from .validate_embedding import validate_embedding_run
 from .validate_full import validate_full_training
 from .validate_objective import validate_objective_options, validate_preservation_options
 from .validate_optim import (
@@ -86,6 +87,7 @@ def validate_config(config: RunConfig, explicit: ExplicitOptions) -> Iterator[Pr
         validate_cuda_graph_options(config),
         validate_profile_steps(config.train),
         validate_full_training(config),
+        validate_embedding_run(config),
         validate_slider_run(config),
     )
     return chain.from_iterable(checks)

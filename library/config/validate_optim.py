@@ -91,6 +91,9 @@ def validate_learning_rates(optim: OptimConfig, adapter: AdapterConfig) -> Itera
         return
     unet_lr = optim.learning_rate if optim.unet_lr is None else optim.unet_lr
     text_rates = optim.text_encoder_lr or (optim.learning_rate,)
+    vectors_lr = optim.learning_rate if adapter.embedding_lr is None else adapter.embedding_lr
+    if (adapter.trains_embedding and vectors_lr) or (adapter.train == "embedding" and adapter.token_string is None):
+        return  # without a word the run is refused anyway
     if not (adapter.trains_denoiser and unet_lr) and not (adapter.trains_text_encoders and any(text_rates)):
         name = "unet_lr" if optim.unet_lr == 0 and adapter.trains_denoiser else "learning_rate"
         yield Problem(name, "0 trains nothing", "set a learning rate such as 1e-4")

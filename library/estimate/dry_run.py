@@ -9,6 +9,7 @@ from typing import Any
 
 from ..config import RunConfig
 from ..dataloader.batch_plan import PlannedStage, get_planned_stages
+from ..dataloader.caption_templates import apply_templates
 from ..dataloader.prepare import PreparedData, prepare_data
 from ..dataloader.run_plan import RunPlan
 from ..dataset.frame_windows import DEFAULT_FRAME_RULE
@@ -112,6 +113,7 @@ def build_dry_run(config: RunConfig, data_parallel_size: int) -> DryRun:
         max_side=detected.max_side,
         frame_rule=frame_rule,
     )
+    prepared = apply_templates(prepared, config.adapter)
     notes = (
         list(find_sizes_for_some_models(prepared.manifest.datasets, list_size_multiples()))
         if detected.is_built_in

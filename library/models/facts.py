@@ -258,6 +258,9 @@ class TextFacts:
     outputs of text encoders are made anew."""
     has_negative_encoding: bool = False
     """Whether negative prompts are encoded in another way than captions: by ``encode_negative_prompts``."""
+    embedding_keys: Mapping[str, str] = field(default_factory=dict)
+    """The CLIP encoders that new words can be trained for (textual inversion), with their keys in embedding files.
+    Empty for families whose ``encode_prompts`` does not tokenize with ``tokenize_for_clip`` alone."""
 
 
 @dataclass(frozen=True)

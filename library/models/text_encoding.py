@@ -18,6 +18,7 @@ from ..config.schema import ModelConfig
 from ..dataloader.batch import Cond
 from ..diffusion.noise import copy_async
 from .base import ControlTextFamily, Family
+from .token_vectors import tokenize_words
 from .weighted_captions import build_token_weights, tokenize_weighted
 
 CHUNK_LENGTH = 75
@@ -61,8 +62,7 @@ class ClipTokens:
 
 def tokenize_in_chunks(tokenizer: Any, prompts: Sequence[str], max_tokens: int) -> Tensor:
     """Token ids (B x chunks, 77): prompts truncated to ``max_tokens`` and split into chunks of 75."""
-    input_ids = tokenizer(list(prompts), add_special_tokens=False, truncation=False, verbose=False).input_ids
-    return _build_chunks(tokenizer, input_ids, max_tokens)
+    return _build_chunks(tokenizer, tokenize_words(tokenizer, prompts), max_tokens)
 
 
 def _build_chunks(tokenizer: Any, input_ids: Iterable[Sequence[int]], max_tokens: int) -> Tensor:
@@ -94,9 +94,10 @@ def find_truncated_prompts(tokenizer: Any, prompts: Sequence[str], max_tokens: i
 
 def find_truncated_captions(tokenizer: Any, prompts: Sequence[str], model_config: ModelConfig) -> list[str]:
     """The prompts of more than ``max_token_length`` tokens of CLIP, of which weights and their brackets are none."""
-    if not model_config.weighted_captions:
-        return find_truncated_prompts(tokenizer, prompts, model_config.max_token_length)
-    lengths = (len(tokenize_weighted(tokenizer, prompt)[0]) for prompt in prompts)
+    if model_config.weighted_captions:
+        lengths = [len(tokenize_weighted(tokenizer, prompt)[0]) for prompt in prompts]
+    else:
+        lengths = [len(ids) for ids in tokenize_words(tokenizer, prompts)]
     return [prompt for prompt, length in zip(prompts, lengths, strict=True) if length > model_config.max_token_length]
 
 

@@ -28,6 +28,16 @@ def select_trained_text_encoders(config: AdapterConfig, optim: OptimConfig, fact
     return tuple(part for part in parts if not optim.text_encoder_lr or get_component_lr(part, optim, facts))
 
 
+def select_extended_text_encoders(config: AdapterConfig, facts: FamilyFacts) -> tuple[str, ...]:
+    """Select the text encoders that get trained vectors of a new word (textual inversion)."""
+    return tuple(facts.text.embedding_keys) if config.trains_embedding else ()
+
+
+def get_embedding_lr(config: AdapterConfig, optim: OptimConfig) -> float:
+    """Return the peak learning rate of the vectors of a new word."""
+    return optim.learning_rate if config.embedding_lr is None else config.embedding_lr
+
+
 def caches_only_t5(config: AdapterConfig, optim: OptimConfig, facts: FamilyFacts) -> bool:
     """Whether cached text-encoder outputs are those of T5 alone, because CLIP is trained."""
     trained = select_trained_text_encoders(config, optim, facts)
@@ -35,7 +45,9 @@ def caches_only_t5(config: AdapterConfig, optim: OptimConfig, facts: FamilyFacts
 
 
 def list_cached_text_components(adapter: AdapterConfig, optim: OptimConfig, facts: FamilyFacts) -> tuple[str, ...]:
-    """List the text components whose outputs do not change during training: all, or those of T5."""
+    """List the text components whose outputs do not change during training: all, or those of T5, or none."""
+    if select_extended_text_encoders(adapter, facts):
+        return ()
     if not caches_only_t5(adapter, optim, facts):
         return facts.text.components
     encoder = facts.text.t5_encoder or ""
@@ -48,10 +60,17 @@ def describe_trained_components(config: AdapterConfig, optim: OptimConfig, facts
     for encoder in select_trained_text_encoders(config, optim, facts):
         number = encoder.removeprefix("text_encoder").strip("_") or ("1" if len(facts.lora.text_encoders) > 1 else "")
         names[encoder] = f"text encoder {number}".strip()
+    rates = {title or name: get_component_lr(name, optim, facts) for name, title in names.items()}
+    if config.trains_embedding:
+        rates[_describe_vectors(config)] = get_embedding_lr(config, optim)
     if is_self_tuning_adafactor(optim):
-        return f"training: {', '.join(title or name for name, title in names.items())}"
-    rates = ((title or name, get_component_lr(name, optim, facts)) for name, title in names.items())
-    return f"training: {', '.join(f'{title} (learning rate {rate:g})' for title, rate in rates)}"
+        return f"training: {', '.join(rates)}"
+    return f"training: {', '.join(f'{title} (learning rate {rate:g})' for title, rate in rates.items())}"
+
+
+def _describe_vectors(config: AdapterConfig) -> str:
+    count = config.num_vectors_per_token
+    return f"{count} vector{'s' if count > 1 else ''} for {config.token_string}"
 
 
 _DENOISER_TITLES = {"unet": "U-Net", "transformer": "transformer"}

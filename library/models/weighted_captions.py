@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor, tensor
 
+from .token_vectors import tokenize_words
+
 BRACKET_FACTOR = 1.1
 """What round brackets multiply by, and square brackets divide by."""
 
@@ -76,7 +78,7 @@ def tokenize_weighted(tokenizer: Any, caption: str) -> tuple[list[int], list[flo
     """Return the token ids of a caption, without start and end, and the weight of each."""
     ids, weights = list[int](), list[float]()
     for text, weight in parse_weights(caption):
-        part = tokenizer(text, add_special_tokens=False, truncation=False, verbose=False).input_ids
+        (part,) = tokenize_words(tokenizer, [text])
         ids += part
         weights += [weight] * len(part)
     return ids, weights

@@ -43,7 +43,7 @@ class AdapterEMA:
 
     @torch.no_grad()
     def _exchange(self, copies: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Restore the parameters that have a copy, swap the others, and return copies of those that cannot be."""
+        """Restore the parameters that have a copy, swap the others; return copies of those that cannot be swapped."""
         replaced: list[torch.Tensor | None] = []
         for parameter, average, copy in zip(self.parameters, self.shadow_params, copies, strict=True):
             current = parameter.detach().clone()

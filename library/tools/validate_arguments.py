@@ -32,9 +32,10 @@ def check_plan_arguments(options: "PlanOptions", own: ParsedConfig, training: Pa
             problems.append(Problem("dataset_config", f"{data.dataset_config or 'missing'}: no such file"))
     else:
         problems += find_settings_problems(training)
-    if options.gpu_memory is not None and training.config.adapter.is_full:
+    if options.gpu_memory is not None and training.config.adapter.changes_base:
+        what = "train full" if training.config.adapter.is_full else "new words"
         problems.append(
-            Problem("gpu_memory", "memory is estimated for a LoRA, not for train full", "remove it", others=("train",))
+            Problem("gpu_memory", f"memory is estimated for a LoRA, not for {what}", "remove it", others=("train",))
         )
     if options.preview:
         problems += validate_preview_path(Path(options.preview).expanduser(), data)

@@ -124,7 +124,7 @@ def list_run_checks() -> Sequence[RunCheck]:
     from ..dataloader.sample_prompts import load_preview_prompts
     from ..models.validate_options import validate_prompts
     from ..optim.validate_optimizer import validate_elementwise_optimizer, validate_lr_schedule, validate_optimizer
-    from . import validate_model
+    from . import validate_model, validate_token
 
     return (
         lambda config, _: validate_optimizer(config.optim),
@@ -146,6 +146,7 @@ def list_run_checks() -> Sequence[RunCheck]:
             facts.family,
             lambda: validate_model.load_denoiser_on_meta(facts.family, facts.detected),
         ),
+        lambda config, facts: validate_token.validate_token(config.adapter, facts.family, facts.detected),
         lambda config, facts: validate_model.validate_trained_weights(config.adapter, facts.family, facts.detected),
         lambda config, facts: validate_model.validate_model_file(config, facts.family, facts.detected),
         lambda config, facts: validate_model.validate_quantize_offload(
@@ -253,7 +254,7 @@ def validate_output_files(save: SaveConfig, state: StateConfig, train: TrainConf
 def _find_output_files(save: SaveConfig, train: TrainConfig, has_ema: bool) -> list[Path]:
     """The existing files and models with names that this run will write, as far as its length is known."""
     pattern = re.compile(
-        rf"{re.escape(save.output_name)}(-(\d{{6,}})|-step(\d{{8,}}))?(-ema)?(_(high|low)_noise)?(\.safetensors)?"
+        rf"{re.escape(save.output_name)}(-(\d{{6,}})|-step(\d{{8,}}))?(-ema)?(_(high|low)_noise|_emb)?(\.safetensors)?"
     )
     epochs = 1 if save.save_n_epoch_ratio else save.save_every_n_epochs
     steps = save.save_every_n_steps

@@ -18,6 +18,7 @@ from ..config import RunConfig
 from ..config.options import flatten_config
 from ..config.schema import AdapterConfig
 from ..config.schema_output import SaveConfig
+from ..dataloader.caption_templates import apply_templates
 from ..dataloader.prepare import PreparedData
 from ..dataloader.run_plan import RunPlan
 from ..dataloader.sample_prompts import Prompt, load_preview_prompts
@@ -55,12 +56,14 @@ from .preservation import check_trigger
 from .preview import Preview
 from .resume import Resume
 from .save_adapter import SaveAdapter
+from .save_embedding import SaveEmbedding, SavePivotalTuning
 from .save_model import SaveModel
 from .save_single_file import SaveSingleFile, saves_single_file
 from .save_weights import SaveWeights
 from .setup import build_run, load_training_pipeline, prepare_dataset
 from .slider_task import build_slider_facts
 from .state import Callback, StopRequested, TrainingRun
+from .validate_token import check_captions_for_token
 from .validation_loss import Validation
 
 if TYPE_CHECKING:
@@ -118,7 +121,7 @@ def _prepare_and_train(
     prompts = load_preview_prompts(config.preview)
     fingerprints = _compute_input_fingerprints(config.adapter, detected, prompts)
     comm.assert_equal_across_ranks({**fingerprints, NF4_KERNEL: strategy.nf4_kernel})
-    prepared = prepare_dataset(config.data, config.cache, comm, detected)
+    prepared = apply_templates(prepare_dataset(config.data, config.cache, comm, detected), config.adapter)
 
     def build_plan() -> RunPlan:
         batch_plan = prepared.build_batch_plan(strategy.data_parallel_size, config.train)
@@ -157,8 +160,8 @@ def _prepare_and_train(
 
 
 def _restore(run: TrainingRun, validation: Validation | None, resume: Resume) -> None:
-    """Load the checkpoint, if any; full training validates its base model before, whose weights it replaces."""
-    if run.config.adapter.is_full and validation is not None:
+    """Load the checkpoint, if any; the base model is validated before, where its weights replace what it has."""
+    if run.config.adapter.changes_base and validation is not None:
         validation.compute_base_losses(run)
     resume.restore(run)
 
@@ -170,7 +173,8 @@ def _log_model(config: RunConfig, detected: DetectedModel) -> None:
 
 
 def _log_dataset(config: RunConfig, prepared: PreparedData, plan: RunPlan) -> None:
-    """Log images and buckets, and check the captions for the trigger of output preservation."""
+    """Log images and buckets, and check the captions for the trigger of output preservation and for a new word."""
+    check_captions_for_token(config.adapter, prepared.manifest)
     for line in prepared.format_summary(plan.batch_plan, plan.steps).splitlines():
         logger.info("%s", line)
     check_trigger(config.preservation, prepared.list_first_epoch_captions(plan.batch_plan, plan.steps))
@@ -211,6 +215,7 @@ def _compute_input_fingerprints(
         "source of the family": str(compute_family_fingerprint(detected.family)),
         "network_weights": compute_quick_file_fingerprint(list(filter(None, [adapter.network_weights]))),
         "base_weights": compute_quick_file_fingerprint(adapter.base_weights),
+        "embedding_weights": compute_quick_file_fingerprint(list(filter(None, [adapter.embedding_weights]))),
         "training_adapter": compute_quick_file_fingerprint(list(filter(None, [adapter.training_adapter]))),
         "prompts": str(prompts),
     }
@@ -267,12 +272,15 @@ def _build_saver(
     prepared: PreparedData,
     resume: Resume,
 ) -> SaveWeights:
-    """Build the callback that saves the LoRA file, or the model of a full training."""
+    """Build the callback that saves the LoRA file, the embedding file or both, or the model of a full training."""
     config, started_at, retention = run.config.save, resume.started_at, resume.restore_retention()
+    if run.config.adapter.train == "embedding":
+        return SaveEmbedding(config, prepared, started_at, retention)
     if adapter is None:
         kind = SaveSingleFile if saves_single_file(run.config, run.task.family, detected) else SaveModel
         return kind(config, detected, prepared, started_at, retention)
-    return SaveAdapter(config, adapter, prepared, started_at, retention)
+    save = SavePivotalTuning if run.config.adapter.trains_embedding else SaveAdapter
+    return save(config, adapter, prepared, started_at, retention)
 
 
 def _build_callbacks(
@@ -298,7 +306,7 @@ def _build_callbacks(
         weight_sync_check=WeightSyncCheck(config.distributed.check_sync_every_n_steps, [save_adapter, save_checkpoint]),
         validation=None if validation is None else Validation(config.validate, *validation),
         preview=Preview(config.preview, prompts, output_dir / "sample", name),
-        update_norms=WeightChanges() if config.adapter.is_full else UpdateNorms(),
+        update_norms=UpdateNorms() if config.adapter.has_adapter else WeightChanges(),
         save_adapter=save_adapter,
         save_report=SaveReport(
             save_adapter,

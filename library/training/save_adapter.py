@@ -97,7 +97,7 @@ class SaveAdapter(SaveWeights):
 
     def _write_file(self, run: TrainingRun, path: Path, model: nn.Module, part: AdapterPart) -> None:
         file = self._build_file(run, model, part)
-        metadata = self._build_metadata(run) | ({} if self.config.no_metadata else dict(file.metadata))
+        metadata = self.build_metadata(run) | ({} if self.config.no_metadata else dict(file.metadata))
         metadata = add_model_hashes(file.tensors, metadata)
         # Only the first and the last file are compared with the model in memory; comparing all would take too long.
         is_compared = not self.saved_paths or run.state.step >= run.plan.steps

@@ -116,7 +116,7 @@ class SaveModel(SaveFullModel):
     ) -> None:
         read = get_config_reader(self.detected)
         index, pipe = dict(read_required(read, INDEX_FILE)), run.task.pipe
-        metadata = {"format": "pt", **self._build_metadata(run)}
+        metadata = {"format": "pt", **self.build_metadata(run)}
         dtype = None if self.config.save_precision is None else SAVE_DTYPES[self.config.save_precision]
         merged = list_merged_components(run)
         for name, entry in list(index.items()):

@@ -70,7 +70,7 @@ class SaveSingleFile(SaveFullModel):
         temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
         path.parent.mkdir(parents=True, exist_ok=True)
         dtype = None if self.config.save_precision is None else SAVE_DTYPES[self.config.save_precision]
-        metadata = {"format": "pt", **self._build_metadata(run)}
+        metadata = {"format": "pt", **self.build_metadata(run)}
         try:
             with self._open_tensors(run, models, read_weight) as (tensors, read, copied):
                 if run.state.step < run.plan.steps:

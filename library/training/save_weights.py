@@ -8,6 +8,7 @@ import hashlib
 import shutil
 import time
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from pathlib import Path, PureWindowsPath
 
 from .. import __version__
@@ -123,7 +124,11 @@ class SaveWeights(ABC):
     def _save_files(self, run: TrainingRun, path: Path) -> list[Path]:
         """Write and verify the weights as they are now, and return what was written. All ranks call it."""
 
-    def _build_metadata(self, run: TrainingRun) -> dict[str, str]:
+    def build_metadata(self, run: TrainingRun, *, as_embedding: bool = False) -> dict[str, str]:
+        """Build the metadata of a file; ``as_embedding``: of the vectors of a word, whatever is trained beside them."""
+        config = run.config
+        if as_embedding:
+            config = replace(config, adapter=replace(config.adapter, train="embedding"))
         info, facts = run.task.family.get_base_model_info(run.task.pipe), run.task.family.facts
         model = BaseModelMetadata(
             info.base_model_version,
@@ -134,7 +139,7 @@ class SaveWeights(ABC):
             timestep_sampling=facts.training_noise.timestep_sampling,
             metadata=info.metadata,
         )
-        return build_metadata(run.config, model, self._collect_run_facts(run), SOFTWARE)
+        return build_metadata(config, model, self._collect_run_facts(run), SOFTWARE)
 
     def _get_rank_and_alpha(self, run: TrainingRun) -> tuple[int | str, float | str]:
         """Return the rank and alpha of the adapter for metadata; full training has none."""

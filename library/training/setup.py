@@ -41,7 +41,11 @@ from ..models.kohya_objective import convert_values
 from ..models.model_configs import is_tokenizer
 from ..models.own_families import get_family_facts
 from ..models.scheduler_overrides import override_scheduler, use_original_snr
-from ..models.trained_components import list_cached_text_components, select_trained_text_encoders
+from ..models.trained_components import (
+    list_cached_text_components,
+    select_extended_text_encoders,
+    select_trained_text_encoders,
+)
 from ..optim import lr_schedulers, optimizers
 from ..optim.ema import AdapterEMA
 from ..optim.fused_backward import FusedBackward
@@ -61,6 +65,12 @@ from .preservation import build_preservation
 from .slider_task import build_slider_task
 from .state import NullMetricLogger, TrainingRun, TrainState
 from .task import DiffusionTask
+from .token_embeddings import (
+    add_token_vectors,
+    build_embedding_modules,
+    build_embedding_param_group,
+    format_embedding_summary,
+)
 from .trainable_modules import (
     TrainableModules,
     build_lora_dropout,
@@ -132,7 +142,7 @@ def build_run(
     set_attention_mode(getattr(pipe, family.facts.denoiser_name), config.distributed.attn_mode)
     trained, adapter = _select_trained_weights(config, family, pipe, initial_weights)
     _prepare_trainable_parameters(trained, strategy, is_bf16=config.distributed.full_bf16)
-    for line in format_full_summary(trained) if adapter is None else format_trainable_summary(trained, adapter):
+    for line in _describe_trained_weights(config, trained, adapter):
         logger.info("%s", line)
     if is_quantized_or_offloaded(config.model, config.train):
         devices = strategy.device, strategy.base_load_device
@@ -196,18 +206,37 @@ def _prepare_steps(config: RunConfig, strategy: Strategy, model: nn.Module, opti
 def _select_trained_weights(
     config: RunConfig, family: Family, pipe: Any, initial_weights: InitialWeights
 ) -> tuple[TrainableModules, injection.Adapter | None]:
-    """Inject the adapters; for full training, select weights of the model instead."""
+    """Inject the adapters; for full training, select weights of the model instead; add the vectors of a new word."""
     if config.adapter.is_full:
         return build_full_modules(config, family, pipe), None
-    return _inject_adapters(config, family, pipe, initial_weights)
+    if not config.adapter.has_adapter:
+        return build_embedding_modules(config, family, pipe), None
+    trained, adapter = _inject_adapters(config, family, pipe, initial_weights)
+    if config.adapter.trains_embedding:
+        add_token_vectors(trained, config, family, pipe)
+    return trained, adapter
+
+
+def _describe_trained_weights(
+    config: RunConfig, trained: TrainableModules, adapter: injection.Adapter | None
+) -> list[str]:
+    if config.adapter.is_full:
+        return format_full_summary(trained)
+    lines = [] if adapter is None else format_trainable_summary(trained, adapter)
+    return [*lines, *format_embedding_summary(trained, config.adapter)]
 
 
 def _build_groups(
     config: RunConfig, family: Family, trained: TrainableModules, adapter: injection.Adapter | None
 ) -> list[optimizers.ParamGroup]:
-    if adapter is None:
+    if config.adapter.is_full:
         return build_full_param_groups(trained, config.optim, family.facts)
-    return build_param_groups(trained, adapter, config.adapter, config.optim, family.facts)
+    groups = []
+    if adapter is not None:
+        groups += build_param_groups(trained, adapter, config.adapter, config.optim, family.facts)
+    if config.adapter.trains_embedding:
+        groups.append(build_embedding_param_group(trained, config.adapter, config.optim))
+    return groups
 
 
 def _follow_optimizer(groups: Sequence[optimizers.ParamGroup], optimizer: Any) -> list[optimizers.ParamGroup]:
@@ -317,7 +346,10 @@ def _build_task(
         vae_batch_size=config.cache.vae_batch_size,
         text_encoder_batch_size=config.cache.text_encoder_batch_size,
         text_reader=readers.text_reader,
-        trains_text_encoders=bool(select_trained_text_encoders(config.adapter, config.optim, family.facts)),
+        trains_text_encoders=bool(
+            select_trained_text_encoders(config.adapter, config.optim, family.facts)
+            or select_extended_text_encoders(config.adapter, family.facts)
+        ),
         dropout=dropout,
         preservation=build_preservation(config.preservation, strategy.unwrap_model(model)),
         samples_per_step=plan.samples_per_step,

@@ -212,12 +212,12 @@ class Validation:
         return is_validation_due(self.config, run.plan, run.state.step)
 
     def compute_base_losses(self, run: TrainingRun) -> None:
-        """Compute the losses of the base model, with the adapters disabled; call it before full training changes it."""
+        """Compute the losses of the base model, with the adapters disabled; call it before training changes it."""
         with disable_adapters(run.strategy.unwrap_model(run.model)):
             self.base_losses = compute_validation_losses(run, self.batches, self.read_batch)
 
     def on_train_begin(self, run: TrainingRun) -> None:
-        if not run.config.adapter.is_full:
+        if not run.config.adapter.changes_base:
             self.compute_base_losses(run)
         if not self.base_losses:
             logger.warning("validation: none of the images can be read")

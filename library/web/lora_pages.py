@@ -45,6 +45,7 @@ WITHOUT: Mapping[str, frozenset[str]] = {
 """Options without an effect in a command."""
 
 ADAPTER_KEYS = (b"lora_", b"lokr_", b"hada_", b"oft_", b"dora_scale", b".diff", b"glora")
+EMBEDDING_KEYS = (b'"emb_params":', b'"clip_l":')
 HEADER_BYTES = 2**16
 MAX_FILES = 500
 
@@ -176,13 +177,15 @@ def find_models(folders: OpenedFolders) -> list[Path]:
 
 
 def _holds_adapter(path: Path) -> bool | None:
-    """Whether the header has names of an adapter; None if it is no safetensors file."""
+    """Whether the header has names of an adapter; None if it is no safetensors file, or has the vectors of a word."""
     try:
         with path.open("rb") as file:
             header = file.read(HEADER_BYTES)
     except OSError:
         return None
-    return any(key in header for key in ADAPTER_KEYS) if header[8:9] == b"{" else None
+    if header[8:9] != b"{" or any(key in header for key in EMBEDDING_KEYS):
+        return None
+    return any(key in header for key in ADAPTER_KEYS)
 
 
 def _resolve_output(folders: OpenedFolders, first: Path, name: str, *, is_model: bool) -> Path:

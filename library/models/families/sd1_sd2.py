@@ -121,6 +121,7 @@ SD1_FACTS = FamilyFacts(
     text=TextFacts(
         components=("text_encoder", "tokenizer"),
         tokenizer_repo_ids={"tokenizer": CLIP_L_TOKENIZER},
+        embedding_keys={"text_encoder": "clip_l"},
     ),
     sampling=SamplingFacts(num_inference_steps=30, guidance_scale=7.5, image_size=(512, 512)),
     options=FamilyOptions(

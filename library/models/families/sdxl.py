@@ -117,6 +117,7 @@ FACTS = FamilyFacts(
             "tokenizer": CLIP_L_TOKENIZER,
             "tokenizer_2": CLIP_G_TOKENIZER,
         },
+        embedding_keys={"text_encoder": "clip_l", "text_encoder_2": "clip_g"},
     ),
     sampling=SamplingFacts(num_inference_steps=30, guidance_scale=7.5),
     options=FamilyOptions(

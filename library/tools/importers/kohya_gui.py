@@ -77,7 +77,9 @@ def import_kohya_gui(content: dict[str, Any], path: Path) -> ImportedConfig:
 def _describe_other_training(reader: KeyReader) -> str:
     """Say what else a file is for; empty for LoRA training of a family that we have."""
     if "num_vectors_per_token" in reader or "token_string" in reader:
-        return "a file for textual inversion; only LoRA is trained here"
+        return (
+            "a file for textual inversion; only those for LoRA are imported (docs/textual_inversion.md has the options)"
+        )
     if "LoRA_type" not in reader:
         return "a file for DreamBooth or fine-tuning (no LoRA_type); only LoRA is trained here"
     lora_type, supported = reader.read("LoRA_type"), _list_lora_types()

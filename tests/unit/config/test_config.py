@@ -326,6 +326,7 @@ def test_aliases_set_the_option_they_stand_for(tmp_path):
         "prompts_file": "slider_prompts",
         "leco_denoise_guidance_scale": "denoise_guidance_scale",
         "caption_extention": "caption_extension",
+        "weights": "embedding_weights",
         "training_shift": "discrete_flow_shift",
         "qwen3": "text_encoder",
         "gemma2": "text_encoder",

@@ -217,7 +217,7 @@ def test_a_file_of_musubi_tuner_without_a_model_never_trains_the_demo_model(text
 @pytest.mark.parametrize("option", ["fused_backward_pass", "mem_eff_save", "block_swap_optimizer_patch_params"])
 def test_a_command_for_full_fine_tuning_trains_no_adapter_in_its_place(option):
     problems = format_lines(parse_config([*DATA, "--dit", "random:z_image:tiny", f"--{option}"]).problems)
-    reason = "for full fine-tuning (--train full) or textual inversion; only a LoRA is trained here"
+    reason = "for full fine-tuning (--train full), not for a LoRA"
     assert problems == [f"--{option}: {reason}"]
 
 
