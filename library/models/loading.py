@@ -212,7 +212,7 @@ def load_components_on_meta(model: DetectedModel, components: Sequence[str]) -> 
     return SimpleNamespace(**loaded)
 
 
-def prepare_denoiser(family: "Family", denoiser: Any) -> None:
+def prepare_denoiser(family: "Family | type[Family]", denoiser: Any) -> None:
     """Change a denoiser as its family needs it, and name its block classes where diffusers' class does not.
 
     FSDP, compilation and offloading find the blocks by these names.
