@@ -101,6 +101,7 @@ def _validate_fused_backward(config: RunConfig) -> Iterator[Problem]:
         "fsdp": (config.sharding.fsdp, PROCESSES_REASON, "remove one of them"),
         "deepspeed": (config.deepspeed.deepspeed, PROCESSES_REASON, "remove one of them"),
         "cp_size": (config.parallel.cp_size > 1, PROCESSES_REASON, "remove one of them"),
+        "tp_size": (config.parallel.tp_size > 1, PROCESSES_REASON, "remove one of them"),
     }
     for name, (is_used, reason, fix) in reasons.items():
         if is_used:
@@ -122,7 +123,7 @@ def validate_block_rates(config: RunConfig, network: NetworkFacts, title: str) -
 
 def validate_fused_launch(config: RunConfig, world_size: int, engine: str, mixed_precision: str) -> Iterator[Problem]:
     """Check the fused backward pass against what the launcher sets."""
-    is_set = config.sharding.fsdp or config.deepspeed.deepspeed or config.parallel.cp_size > 1
+    is_set = config.sharding.fsdp or config.deepspeed.deepspeed or config.parallel.model_parallel_size > 1
     if (world_size > 1 or engine) and not is_set:
         yield Problem("fused_backward_pass", PROCESSES_REASON, "start one process, or remove it", value="true")
     if mixed_precision == "fp16" and config.distributed.mixed_precision is None:
