@@ -182,7 +182,7 @@ def list_musubi_values(values: Mapping[str, Any]) -> dict[str, Any]:
     adapter = AdapterConfig(**{name: values[name] for name in ("network_module", "network_args") if name in values})
     if validate_save_format([get_adapter_type(adapter)], taken.get("save_format", "auto")):
         del taken["save_format"]
-    if "dit_high_noise" not in values:
+    if "dit_high_noise" not in values and values.get("model_version") not in EXPERT_BOUNDARIES:
         taken.pop("expert_adapters", None)  # one transformer
     if expert := _find_only_expert(values):
         taken["noise_experts"] = expert
