@@ -150,6 +150,7 @@ class Communicator:
     def log_all_reduce_time(self, num_bytes: int) -> None:
         """Measure and log how long an all-reduce of ``num_bytes`` of gradients takes, since every step contains one."""
         if self.world_size > 1:
+            num_bytes = max(self.all_gather_object(num_bytes))  # shards of tensor parallelism may be uneven
             seconds = measure_all_reduce_seconds(num_bytes // 4, self.device)
             logger.info("gradient all-reduce: %.3g MB per step, about %.3g ms", num_bytes / 1e6, seconds * 1e3)
 

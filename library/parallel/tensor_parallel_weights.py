@@ -91,7 +91,8 @@ class TensorParallelWeights:
 
 def iter_head_norms(model: nn.Module, plan: TensorParallelPlan) -> Iterator[nn.Parameter]:
     """Yield the weights of norms of single heads, whose gradient on a rank is that of its heads."""
-    attentions = [name.removesuffix("to_q") for name in plan if name.endswith(".to_q")]
+    attentions = {name.rpartition(".")[0] for name in plan}  # fused layers have no to_q
     for name, parameter in model.named_parameters():
-        if HEAD_NORM_PATTERN.search(f".{name}") and name.startswith(tuple(attentions)):
+        norm = HEAD_NORM_PATTERN.search(f".{name}")
+        if norm and name[: max(norm.start() - 1, 0)] in attentions:
             yield parameter

@@ -126,6 +126,17 @@ def test_sharded_training_gives_the_model_of_one_process(family, ranks, flags, e
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["flux2_klein", "z_image", "lumina2", "sdxl"])
+def test_tensor_parallelism_sums_the_gradients_of_norms_of_heads_wherever_they_are(family, even_dataset, tmp_path):
+    """FLUX.2 has them beside one fused projection."""
+    flags = ("--pretrained_model_name_or_path", f"random:{family}:tiny", "--max_train_steps", "2")
+    whole = train_full(even_dataset, tmp_path / "whole", 1, *flags)
+    sharded = train_full(even_dataset, tmp_path / "sharded", 2, *flags, *"--tp_size 2 --train_batch_size 2".split())
+
+    assert max_difference(whole, sharded) < 1e-5
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["--mixed_precision bf16", "--mixed_precision bf16 --full_bf16"])
 def test_sharded_training_in_bf16_is_that_of_one_process_but_for_rounding(precision, even_dataset, tmp_path):
     flags = ("--pretrained_model_name_or_path", "random:sd1:tiny", *precision.split())
