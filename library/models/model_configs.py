@@ -4,6 +4,7 @@ A bundled config maps the path of each JSON file of a diffusers folder to its co
 family and a variant: ``sdxl``, ``sdxl_tiny``.
 """
 
+import functools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,7 +28,12 @@ MODULAR_INDEX, SCHEDULER = "modular_model_index.json", "scheduler/scheduler_conf
 
 def list_bundled_configs() -> list[str]:
     """All names, each family's main config before its variants."""
-    return sorted(path.stem for path in _CONFIG_DIR.glob("*.json"))
+    return [*_read_bundled_names()]
+
+
+@functools.cache
+def _read_bundled_names() -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in _CONFIG_DIR.glob("*.json")))
 
 
 def has_config_value(config: Mapping[str, Any], key: str, expected: object) -> bool:
@@ -41,6 +47,7 @@ def list_family_configs(family: str) -> list[str]:
     return [name for name in names if _read_pipeline_class(name) == _read_pipeline_class(names[0])]
 
 
+@functools.cache
 def _read_pipeline_class(name: str) -> object:
     return load_bundled_config(name)["model_index.json"].get("_class_name")
 
