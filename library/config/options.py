@@ -1,6 +1,7 @@
 """Options as dataclass fields: declaration, parsing of values, and building a configuration from values."""
 
 import dataclasses
+import functools
 import math
 import types
 from collections.abc import Iterator
@@ -192,9 +193,16 @@ def iter_options(config_class: type) -> Iterator[Option]:
 
 def iter_group_options(group_type: type, name: str = "") -> Iterator[Option]:
     """Iterate over the options of one group, which a configuration class calls ``name``."""
+    yield from _list_group_options(group_type, name)
+
+
+@functools.cache
+def _list_group_options(group_type: type, name: str) -> tuple[Option, ...]:
+    """List the options of a group; what is asked of them goes through all of them again and again."""
+    options = list[Option]()
     for field in dataclasses.fields(group_type):
         value_type, is_list, is_optional = _resolve_type_hint(field.type)
-        yield Option(
+        option = Option(
             name=field.name,
             group=name,
             value_type=value_type,
@@ -203,6 +211,8 @@ def iter_group_options(group_type: type, name: str = "") -> Iterator[Option]:
             default=field.default,
             **vars(field.metadata["facts"]),
         )
+        options.append(option)
+    return tuple(options)
 
 
 def build_config(config_class: type, values: dict[str, Any]) -> Any:
