@@ -469,7 +469,9 @@ def _resolve_run_config(parsed: ParsedConfig) -> ParsedConfig:
         parsed = _resolve_musubi_run(parsed)
     parsed = parsed.without_args(find_unused_args(adapter, parsed.config.optim))
     parsed = parsed.without_unused(find_unused_options(parsed.config, parsed.explicit, unknown=parsed.invalid_options))
-    adapter, optim = resolve_trained_components(parsed.config.adapter, parsed.config.optim)
+    adapter, optim = resolve_trained_components(
+        parsed.config.adapter, parsed.config.optim, has_block_rates=parsed.config.full.block_lr is not None
+    )
     parsed = replace(parsed, config=resolve_slider_run(replace(parsed.config, adapter=adapter, optim=optim)))
     problems = parsed.drop_consequences(validate_config(parsed.config, parsed.explicit))
     return replace(parsed, problems=[*parsed.problems, *locate_problems(problems, parsed.locations)])

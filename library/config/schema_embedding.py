@@ -6,7 +6,7 @@ Names and meaning are those of sd-scripts' ``train_textual_inversion.py`` where 
 from dataclasses import dataclass
 from typing import Literal
 
-from .option_needs import IsSet, IsUnset
+from .option_needs import Has, IsSet, IsUnset, Trait
 from .options import ALWAYS, Alias, define_option
 from .schema_full import IS_LORA
 
@@ -47,7 +47,10 @@ class TrainedPartConfig:
         aliases=(Alias("weights"),),
     )
     embedding_lr: float | None = define_option(
-        None, "peak learning rate of the vectors; default: learning_rate", minimum=0, needs=(HAS_TOKEN,)
+        None,
+        "peak learning rate of the vectors; default: learning_rate",
+        minimum=0,
+        needs=(HAS_TOKEN, Has(Trait.RATE)),
     )
     use_object_template: bool = define_option(
         False,

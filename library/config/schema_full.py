@@ -6,7 +6,7 @@ The choice itself, and which weights are trained, are in ``AdapterConfig``, whic
 from dataclasses import dataclass
 from typing import Any
 
-from .option_needs import HasValue, IsSet
+from .option_needs import Has, HasValue, IsSet, Trait
 from .options import define_option
 from .types import BlockRates
 
@@ -35,7 +35,7 @@ class FullConfig:
         None,
         "train full: peak learning rate of each of the 23 blocks of SDXL's UNet, in sd-scripts' order, which replaces"
         " that of the denoiser; 0: the block is not trained",
-        needs=(IS_FULL,),
+        needs=(IS_FULL, Has(Trait.RATE)),
     )
     fused_backward_pass: bool = define_option(
         False,

@@ -179,12 +179,14 @@ def resolve_lycoris_preset(adapter: AdapterConfig) -> AdapterConfig:
     return adapter
 
 
-def resolve_trained_components(adapter: AdapterConfig, optim: OptimConfig) -> tuple[AdapterConfig, OptimConfig]:
-    """A learning rate of 0 stands for not training the denoiser or the text encoders."""
+def resolve_trained_components(
+    adapter: AdapterConfig, optim: OptimConfig, *, has_block_rates: bool = False
+) -> tuple[AdapterConfig, OptimConfig]:
+    """A learning rate of 0 stands for not training the denoiser, unless its blocks have rates, or the text encoders."""
     if optim.text_encoder_lr and not any(optim.text_encoder_lr) and adapter.trains_denoiser:
         adapter = dataclasses.replace(adapter, network_train_unet_only=True, train_text_encoder=False)
         optim = dataclasses.replace(optim, text_encoder_lr=())
-    elif optim.unet_lr == 0 and adapter.trains_text_encoders:
+    elif optim.unet_lr == 0 and adapter.trains_text_encoders and not has_block_rates:
         adapter = dataclasses.replace(adapter, network_train_text_encoder_only=True)
         optim = dataclasses.replace(optim, unet_lr=None)
     return adapter, optim

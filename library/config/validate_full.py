@@ -34,7 +34,7 @@ def validate_full_training(config: RunConfig) -> Iterator[Problem]:
     yield from _validate_layout(config)
     yield from _validate_text_encoders(config)
     yield from _validate_fused_backward(config)
-    if config.full.block_lr is not None and config.optim.unet_lr:
+    if config.full.block_lr is not None and config.optim.unet_lr is not None:
         yield Problem("block_lr", "contradicts unet_lr", "remove one of them", others=("unet_lr",))
     for pattern in config.adapter.train_modules:
         try:

@@ -74,7 +74,7 @@ class FusedBackward:
     def __init__(self, optimizer: Optimizer, max_grad_norm: float):
         """``max_grad_norm`` limits the norm of each gradient on its own; 0: no clipping."""
         self._partial_step, self._max_grad_norm = PartialStep(optimizer), max_grad_norm
-        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        self._weights = weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         self._max_bytes = min(MAX_COLLECTED_BYTES, COLLECTED_SHARE * sum(weight.nbytes for weight in weights))
         self._action = self._discard
         self._collected: list[Tensor] = []
@@ -85,7 +85,7 @@ class FusedBackward:
         self.num_updated = 0
         """The number of weights that the step has updated."""
         self.is_updating = False
-        """Whether a step has begun to update weights and has not ended, so that they are those of no step."""
+        """Whether a step has begun to update weights and not updated all of them, so that they are those of no step."""
         for weight in weights:
             weight.register_post_accumulate_grad_hook(self._handle_gradient)
 
@@ -105,15 +105,21 @@ class FusedBackward:
         self._action = self._collect if is_last else self._keep
         try:
             yield
+            if is_last:  # the last micro-batch may not reach all weights that others reached
+                seen = {*self._collected}
+                left = (weight for weight in self._weights if weight.grad is not None and weight not in seen)
+                self._collected += left
             self._update_collected()
         finally:
             self._action = self._discard
         if is_last:
             self._partial_step.finish()
-            self.is_updating = False
+            self.is_updating = not self._is_finite and self.num_updated > 0
 
     def compute_grad_norm(self) -> Tensor:
         """Compute the norm of the gradients of the step just done, before clipping."""
+        if not self._norms:
+            return torch.zeros(())
         norm: Tensor = torch.linalg.vector_norm(torch.stack([norm.float() for norm in self._norms]))
         return norm
 

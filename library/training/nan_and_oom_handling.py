@@ -206,10 +206,17 @@ class NanGuard:
         if len(self.skipped_steps) >= self.max_nan_steps:
             raise TooManyFailures(
                 f"{len(self.skipped_steps)} steps had a NaN or Inf loss or gradient, which reaches --max_nan_steps.\n"
-                f"The weights are those before step {step + 1}. Try a lower learning_rate, or mixed_precision bf16"
+                f"{_describe_weights_left(run, step)} Try a lower learning_rate, or mixed_precision bf16"
                 " instead of fp16."
             )
         return False
+
+
+def _describe_weights_left(run: TrainingRun, step: int) -> str:
+    fused = run.strategy.fused_backward
+    if fused is not None and fused.is_updating:
+        return "A part of the weights was updated in that step: go on from the last checkpoint."
+    return f"The weights are those before step {step + 1}."
 
 
 def _describe_partial_update(run: TrainingRun) -> str:

@@ -46,13 +46,14 @@ class SavePivotalTuning(SaveAdapter):
 
     def _save_files(self, run: TrainingRun, path: Path) -> list[Path]:
         embedding_path = path.with_name(f"{path.stem}{EMBEDDING_SUFFIX}{path.suffix}")
-        paths = super()._save_files(run, path)
-        save_vectors(self, run, embedding_path)
-        return [*paths, embedding_path]
+        save_vectors(self, run, embedding_path)  # first: it refuses vectors that are NaN or Inf
+        return [*super()._save_files(run, path), embedding_path]
 
     def _build_file(self, run: TrainingRun, model: nn.Module, part: AdapterPart) -> AdapterFile:
         file = super()._build_file(run, model, part)
         config = run.config.adapter
+        start = f"{EMBEDDING_PREFIX}{config.token_string}."  # of network_weights: vectors that are no longer those
+        file = replace(file, tensors={key: each for key, each in file.tensors.items() if not key.startswith(start)})
         if not config.bundle_emb:
             return file
         bundle = file_writer.cast_tensors(

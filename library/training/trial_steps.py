@@ -54,6 +54,8 @@ def probe_gradients(run: TrainingRun, batch: PixelBatch) -> None:
         task = replace(task, dropout=None)
         if run.task.dropout is not None:
             run.task.dropout.sample_keys = None
+    if run.config.adapter.trains_embedding:  # not all captions have the word, but all of a probe do
+        batch = replace(batch, captions=(str(run.config.adapter.token_string),) * len(batch.captions))
     weights = dict(run.strategy.iter_trained_weights(run.model))
     sum_over_shards = run.strategy.sum_over_shards
     nonzero = _count_elements(list(weights.values()), torch.count_nonzero, sum_over_shards)

@@ -206,3 +206,13 @@ def test_a_killed_pivotal_tuning_resumes_to_the_bit(dataset, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "whole" / "lora.metrics.jsonl").read_text().splitlines()]
     assert any("lr/embedding" in line for line in lines)
     assert len(list((tmp_path / "whole" / "sample").glob("*.png"))) == 2
+
+
+@pytest.mark.parametrize("seed", ["1", "2"])
+def test_a_run_begins_with_any_image_also_one_whose_caption_lacks_the_word(seed, tmp_path):
+    dataset = write_images(tmp_path, {(64, 64): 8})
+    for number, caption in enumerate(sorted((tmp_path / "images").glob("*.txt"))):
+        caption.write_text("a photo of mytoken" if number % 2 else "a photo of a box")
+    flags = ("--max_train_steps", "1", "--seed", seed, "--dataset_config", str(dataset), "--output_dir", str(tmp_path))
+    run_on_ranks(1, train, *TOKEN, *flags)
+    assert read_files(tmp_path)

@@ -19,6 +19,7 @@ from library.config.validate_full import validate_fused_launch
 from library.optim.fused_backward import FusedBackward
 from library.optim.optimizers import ParamGroup, build_optimizer
 from library.optim.validate_optimizer import validate_fused_optimizer
+from library.training.oom_advice import suggest_oom_fixes
 
 __all__ = ["even_dataset"]  # a fixture
 
@@ -253,3 +254,59 @@ def test_a_step_with_nan_loss_is_skipped(even_dataset, tmp_path):
     run_on_ranks(1, train, *flags, *rates, "--output_dir", str(tmp_path / "expected"))
     assert find_differences(tmp_path / "bad" / "lora", tmp_path / "expected" / "lora") == []
     assert len(list((tmp_path / "bad").glob("lora.nan-step00000003-rank0.json"))) == 1
+
+
+def test_a_weight_that_the_last_micro_batch_does_not_reach_is_updated_as_well():
+    layers = build_layers(8, 2)
+    before = [weight.detach().clone() for weight in layers.parameters()]
+    fused = FusedBackward(torch.optim.SGD(layers.parameters(), lr=0.1), 0)
+    fused.start_step()
+    for number, model in enumerate((layers, layers[:1])):
+        loss = model(torch.ones(2, 8)).square().mean()
+        with fused.run_micro_batch(loss, is_last=number == 1):
+            loss.backward()
+    assert fused.num_updated == 4
+    assert all(weight.grad is None for weight in layers.parameters())
+    assert not any(torch.equal(old, weight) for old, weight in zip(before, layers.parameters(), strict=True))
+
+
+def test_weights_of_a_step_that_stopped_half_way_are_told_as_such():
+    layers = build_layers(8, 40)
+    fused = FusedBackward(torch.optim.SGD(layers.parameters(), lr=0.1), 0)
+    layers[0].weight.register_hook(lambda gradient: gradient * float("nan"))
+    fused.start_step()
+    loss = layers(torch.ones(2, 8)).square().mean()
+    with fused.run_micro_batch(loss, is_last=True):
+        loss.backward()
+    assert 0 < fused.num_updated < 80 and fused.is_updating
+    fused.start_step()
+    assert not fused.is_updating
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        ("--train full --fused_backward_pass", ("--on_oom", "--blocks_to_swap", "--quantize_base", "--network_dim")),
+        ("--train full", ("--blocks_to_swap", "--quantize_base", "--network_dim")),
+        ("--train embedding --token_string x", ("--cache_text_encoder_outputs", "--network_dim")),
+    ],
+)
+def test_what_is_advised_after_out_of_memory_is_not_refused(words, refused):
+    advice = " ".join(suggest_oom_fixes(parse_config(words.split()).config, "forward", 4))
+    assert not [option for option in refused if option in advice]
+    assert ("--fused_backward_pass" in advice) == (words == "--train full")
+
+
+@pytest.mark.parametrize(
+    "words", [f"--train full --block_lr {','.join(['1e-5'] * 23)}", "--token_string x --embedding_lr 1e-3"]
+)
+def test_rates_are_named_as_unused_where_adafactor_sets_its_own(words):
+    parsed = parse_config([*words.split(), "--optimizer_type", "Adafactor"])
+    assert [str(place) for place, _ in parsed.unused] == [words.split()[-2]]
+
+
+def test_block_rates_beside_a_rate_of_0_train_the_denoiser_or_are_refused():
+    words = f"--train full --train_text_encoder --unet_lr 0 --block_lr {','.join(['1e-5'] * 23)}"
+    parsed = parse_config(words.split())
+    assert parsed.config.adapter.trains_denoiser
+    assert any("contradicts unet_lr" in line for line in format_lines(parsed.problems))
