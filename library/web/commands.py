@@ -74,12 +74,14 @@ class CommandRunner:
                 )
             name = uuid.uuid4().hex[:12]
             self._commands[name] = Command(process, folder, time.monotonic())
-            while len(self._commands) > MAX_KEPT:
-                _, oldest = self._commands.popitem(last=False)
-                oldest.process.kill()
-                oldest.process.wait()  # Windows removes no file that it still has open
-                oldest.folder.cleanup()
+            self._forget_finished()
             return name
+
+    def _forget_finished(self) -> None:
+        """Forget the oldest commands that have ended, as far as there are too many; those that run are kept."""
+        ended = [name for name, command in self._commands.items() if command.process.poll() is not None]
+        for name in ended[: max(0, len(self._commands) - MAX_KEPT)]:
+            self._commands.pop(name).folder.cleanup()
 
     def describe(self, name: str) -> dict[str, Any]:
         """Say whether it is running, how long, and what it has printed."""

@@ -252,7 +252,7 @@ def export_picture(picture: CheckedPicture, source: Path, assign: BucketAssigner
     }
 
 
-def export_folder(folder: PictureFolder, source: Path) -> dict[str, Any]:
+def export_folder(folder: PictureFolder, source: Path, *, is_used: bool) -> dict[str, Any]:
     """Export what was recognized of a folder."""
     return {
         "name": folder.path.relative_to(source).as_posix() if folder.path != source else "",
@@ -260,6 +260,7 @@ def export_folder(folder: PictureFolder, source: Path) -> dict[str, Any]:
         "repeats": folder.repeats,
         "class_tokens": folder.class_tokens,
         "is_reg": folder.is_reg,
+        "is_used": is_used,
         "masks": len(folder.masks),
     }
 

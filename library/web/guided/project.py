@@ -56,6 +56,31 @@ class PictureFolder:
         return bool(self.names) and len(self.masks) == len(self.names)
 
 
+@dataclass(frozen=True)
+class DatasetPlan:
+    """The ``[[datasets]]`` of a project: sd-scripts has folders with and without masks in one of each.
+
+    A folder with masks has its ``class_tokens`` in the table of the dataset, since that of a subset may not have them.
+    """
+
+    without_masks: Sequence[PictureFolder]
+    with_masks: Mapping[str, Sequence[PictureFolder]]
+    """The folders with masks, by their ``class_tokens``."""
+    unused: Sequence[PictureFolder] = ()
+    """Regularization pictures that no dataset can have: they need one with a folder to train on, and without masks."""
+
+    @classmethod
+    def build(cls, folders: Sequence[PictureFolder]) -> "DatasetPlan":
+        with_masks = dict[str, list[PictureFolder]]()
+        for each in folders:
+            if each.has_all_masks:
+                with_masks.setdefault(each.class_tokens, []).append(each)
+        others = [each for each in folders if not each.has_all_masks]
+        if with_masks and all(each.is_reg for each in others):
+            return cls((), with_masks, others)
+        return cls(others, with_masks)
+
+
 @dataclass
 class Project:
     """The choices of one LoRA."""
@@ -128,16 +153,37 @@ class Project:
     def format_dataset(self) -> str:
         """Format the dataset file."""
         lines = [HEADER.rstrip(), "", "[general]", f"caption_extension = {_quote(self.find_caption_extension())}"]
-        dataset = {key: self.values[key] for key in DATASET_KEYS if key in self.values}
-        lines += ["", "[[datasets]]", *(f"{key} = {_format_setting(key, value)}" for key, value in dataset.items())]
-        for each in self.list_folders():
-            lines += ["", "  [[datasets.subsets]]", f"  image_dir = {_quote(self._format_path(each.path))}"]
-            lines += [f"  num_repeats = {each.repeats}"] if each.repeats != 1 else []
-            lines += [f"  class_tokens = {_quote(each.class_tokens)}"] if each.class_tokens else []
-            lines += ["  is_reg = true"] if each.is_reg else []
-            if each.has_all_masks and each.mask_folder is not None:
-                lines.append(f"  conditioning_data_dir = {_quote(self._format_path(each.mask_folder))}")
+        lines += [f"{key} = {_format_setting(key, self.values[key])}" for key in DATASET_KEYS if key in self.values]
+        plan = self.plan_datasets()
+        if plan.without_masks or not plan.with_masks:
+            lines += ["", "[[datasets]]", *(line for each in plan.without_masks for line in self._format_subset(each))]
+        for class_tokens, folders in plan.with_masks.items():
+            lines += ["", "[[datasets]]", *([f"class_tokens = {_quote(class_tokens)}"] if class_tokens else [])]
+            lines += [line for each in folders for line in self._format_subset(each)]
         return "\n".join(lines) + "\n"
+
+    def plan_datasets(self) -> DatasetPlan:
+        """Plan which folders are in a dataset together."""
+        return DatasetPlan.build(self.list_folders())
+
+    def list_notices(self) -> list[str]:
+        """List what is not trained."""
+        return [
+            f"{each.path.relative_to(self.source).as_posix()}: these regularization pictures are not used, because all"
+            " pictures to train on have masks; to use them, add a folder without masks or remove the masks"
+            for each in self.plan_datasets().unused
+        ]
+
+    def _format_subset(self, folder: PictureFolder) -> Iterator[str]:
+        yield from ("", "  [[datasets.subsets]]", f"  image_dir = {_quote(self._format_path(folder.path))}")
+        if folder.repeats != 1:
+            yield f"  num_repeats = {folder.repeats}"
+        if folder.is_reg:
+            yield "  is_reg = true"
+        if folder.has_all_masks and folder.mask_folder is not None:
+            yield f"  conditioning_data_dir = {_quote(self._format_path(folder.mask_folder))}"
+        elif folder.class_tokens:
+            yield f"  class_tokens = {_quote(folder.class_tokens)}"
 
     def write_dataset(self) -> None:
         """Write the dataset file, if it is another one now."""

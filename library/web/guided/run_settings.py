@@ -57,7 +57,8 @@ def check_run(workbench: "Workbench", project: Project, values: Mapping[str, Any
     if project.has_masks():
         own["masked_loss"] = True
     form = workbench.forms.check(own)
-    return replace(form, problems=[*form.problems, *_find_broken_pictures(workbench, project)])
+    problems = [*form.problems, *_find_broken_pictures(workbench, project)]
+    return replace(form, problems=problems, notices=[*project.list_notices(), *form.notices])
 
 
 def _find_broken_pictures(workbench: "Workbench", project: Project) -> Iterator[Problem]:

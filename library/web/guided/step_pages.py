@@ -41,7 +41,7 @@ MAX_FOLDERS_LISTED = 300
 HIDDEN_FOLDERS = ("sample", "mask", "masks")
 """Folders of previews and masks, of which nobody makes a LoRA."""
 
-MAX_MENDED = 5000
+MAX_MENDED, MAX_DIGITS = 5000, 9
 
 
 def show_first_step(request: Request) -> Response:
@@ -101,10 +101,16 @@ def _list_model_values(request: Request, project: Project) -> dict[str, Any]:
 
 
 def _list_card_values(request: Request, project: Project) -> dict[str, Any]:
-    speeds = list_speeds(get_workbench(request), project)
-    steps = int(str(build_run_values(get_workbench(request), project).get("max_train_steps", "0")) or 0)
+    steps = _parse_steps(build_run_values(get_workbench(request), project).get("max_train_steps"))
+    speeds = list_speeds(get_workbench(request), project) if steps else ()
     durations = [(name, describe_duration(steps / speed)) for name, speed in speeds]
     return {"memory": str(project.values.get("gpu_memory", "")), "durations": durations, "model": _name_model(project)}
+
+
+def _parse_steps(value: Any) -> int:
+    """Parse what the field of the steps has; 0 if that is no number of steps, which the last step tells."""
+    text = str(value).strip()
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS else 0
 
 
 def _list_start_values(request: Request, project: Project) -> dict[str, Any]:
@@ -189,11 +195,14 @@ def send_pictures(request: Request) -> Response:
     if state["is_running"]:
         return JSONAnswer(state)
     project, assign = check.project, build_assigner(check.project)
+    unused = [each.path for each in project.plan_datasets().unused]
     return JSONAnswer(
         {
             **state,
             "pictures": [export_picture(each, project.source, assign) for each in check.pictures],
-            "folders": [export_folder(each, project.source) for each in project.list_folders()],
+            "folders": [
+                export_folder(each, project.source, is_used=each.path not in unused) for each in project.list_folders()
+            ],
             "num_undo": len(MendLog(project.folder).list_mends()),
             "is_uploaded": project.is_uploaded,
         }

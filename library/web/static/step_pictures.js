@@ -53,6 +53,7 @@
   function describeFolder(folder) {
     const parts = [plural(folder.count, "picture")];
     if (folder.is_reg) parts.push("for comparison (regularization)");
+    if (!folder.is_used) parts.push("not used, because all pictures to train on have masks");
     if (folder.repeats !== 1) parts.push(`each ${folder.repeats} times`);
     if (folder.class_tokens) parts.push(`without a caption: “${folder.class_tokens}”`);
     if (folder.masks) parts.push(folder.masks === folder.count ? "with masks" : `${folder.masks} of ${folder.count} masks, which are used when all are there`);

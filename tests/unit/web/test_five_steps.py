@@ -15,6 +15,7 @@ from library.config.schema_data import DataConfig
 from library.dataset.dataset_config import load_dataset_config
 from library.models.families import FAMILY_FACTS
 from library.web.guard import MAX_BODY_BYTES, MAX_UPLOAD_BYTES
+from library.web.guided import step_pages
 from library.web.guided.card import GB, describe_plan, format_devices
 from library.web.guided.model_choices import build_model_values, list_choices
 from library.web.guided.plain_words import FAMILY_SENTENCES, FIRST_FIELDS
@@ -113,6 +114,23 @@ def test_a_mend_is_not_undone_over_the_work_of_another_program(root, faulty):
     assert (root / "photos" / "00_turned.jpg").read_bytes() == b"mine"
 
 
+def write_sharing_pictures(root: Path) -> tuple[Path, dict[str, bytes]]:
+    """Write pictures of two folders, and twins in one, that share masks and captions."""
+    photos = root / "photos"
+    for folder in ("cats", "dogs", "masks"):
+        (photos / folder).mkdir(parents=True)
+    for number, name in enumerate(("cats/1.png", "dogs/1.png", "cats/a.png", "cats/a.webp")):
+        draw_picture(number, (600, 120)).save(photos / name)
+    for name in ("1", "a"):
+        Image.linear_gradient("L").resize((600, 120)).save(photos / "masks" / f"{name}.png")
+    (photos / "cats" / "a.txt").write_text("a cat")
+    return photos, read_files(photos)
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def test_a_mend_that_fails_changes_nothing(root, faulty):
     page, key = faulty
     draw_picture(30).convert("CMYK").save(root / "photos" / "zz.jpg")
@@ -144,12 +162,42 @@ def test_folders_of_kohya_and_masks_become_subsets(root):
         ("more", 1, False, 1),
         ("reg/1_girl", 1, True, 0),
     ]
-    (dataset,) = load_dataset_config(DataConfig(dataset_config=str(root / "loras/mika/dataset.toml"))).datasets
-    found = [(each.image_dir, each.num_repeats, each.class_tokens, each.is_reg) for each in dataset.subsets]
-    expected = [("pictures/10_mika girl", 10, "mika girl", False), ("pictures/more", 1, None, False)]
-    assert found == [*expected, ("pictures/reg/1_girl", 1, "girl", True)]
-    assert dataset.subsets[0].conditioning_data_dir == "pictures/10_mika girl/masks"
-    assert dataset.subsets[1].conditioning_data_dir is None, "two of its pictures have no mask"
+    plain, masked = load_dataset_config(DataConfig(dataset_config=str(root / "loras/mika/dataset.toml"))).datasets
+    subsets = [*plain.subsets, *masked.subsets]
+    found = [(each.image_dir, each.num_repeats, each.class_tokens, each.is_reg) for each in subsets]
+    expected = [("pictures/more", 1, None, False), ("pictures/reg/1_girl", 1, "girl", True)]
+    assert found == [*expected, ("pictures/10_mika girl", 10, "mika girl", False)]
+    assert subsets[2].conditioning_data_dir == "pictures/10_mika girl/masks"
+    assert subsets[0].conditioning_data_dir is None, "two of its pictures have no mask"
+
+
+@pytest.mark.parametrize("others", [(), ("2_mika boy/masked",), ("1_mika/plain",), ("2_mika boy/masked", "more/plain")])
+def test_masks_beside_other_folders_start(root, others):
+    """Masks and regularization pictures are of different types, which no dataset has together."""
+    page = open_page(root)
+    key = begin(page)
+    for number, folder in enumerate(("10_mika girl/masked", *others)):
+        name, kind = folder.split("/")
+        for each in range(2):
+            upload(page, key, f"img/{name}/{each}.png", encode(draw_picture(10 * number + each)))
+            if kind == "masked":
+                mask = encode(Image.linear_gradient("L").resize((320, 256)))
+                upload(page, key, f"img/{name}/masks/{each}.png", mask)
+    upload(page, key, "reg/1_girl/9.png", encode(draw_picture(99)))
+    values = Project.load(root / "loras" / "mika").values
+    answer = page.post(f"/api/train/check/{key}", json={"values": values, "prompts": ""}).json()
+    assert answer["problems"] == []
+
+    is_reg_used = any(each.endswith("plain") for each in others)
+    notices = [each for each in answer["notices"] if "reg/1_girl" in each and "not used" in each]
+    assert (notices == []) is is_reg_used and ("is_reg" in answer["dataset"]) is is_reg_used
+    folders = {each["name"]: each["is_used"] for each in look(page, key)["folders"]}
+    assert folders["reg/1_girl"] is is_reg_used and folders["10_mika girl"] is True
+    config = DataConfig(dataset_config=str(root / "loras/mika/dataset.toml"), masked_loss=True)
+    subsets = [subset for each in load_dataset_config(config).datasets for subset in each.subsets]
+    masked = {each.image_dir: each.class_tokens for each in subsets if each.conditioning_data_dir}
+    assert masked["pictures/10_mika girl"] == "mika girl", "the caption of its pictures without one"
+    assert len(masked) == 1 + sum(each.endswith("masked") for each in others)
 
 
 @pytest.mark.parametrize(
@@ -280,6 +328,20 @@ def test_every_step_is_a_page_and_the_twelve_fields_come_first(root, faulty):
     assert {name for name in names if f'data-name="{name}"' not in start} == own
     model = texts["model"].text
     assert model.index("Demo model") < model.index("Stable Diffusion XL")
+
+
+@pytest.mark.parametrize("steps", ["1k", "-5", "9" * 400, "9" * 5000, "²"])
+def test_steps_that_are_no_number_leave_the_page_of_the_card(root, faulty, steps, monkeypatch):
+    monkeypatch.setattr(step_pages, "list_speeds", lambda workbench, project: [("before", 2.0)])
+    page, key = faulty
+    project = Project.load(root / "loras" / "photos")
+    project.values["max_train_steps"] = steps
+    project.save()
+    answer = page.get(f"/train/card/{key}")
+    assert answer.status_code == 200 and "before" not in answer.text
+    project.values["max_train_steps"] = "100"
+    project.save()
+    assert "before" in page.get(f"/train/card/{key}").text
 
 
 def test_models_on_this_machine_are_listed_with_their_size_and_chosen(root, faulty):

@@ -16,7 +16,7 @@ from library.config.help import collect_changed_settings, format_config_as_toml
 from library.config.options import flatten_config, iter_options
 from library.errors import UserError
 from library.models.families import FAMILY_FACTS
-from library.web.commands import CommandRunner
+from library.web.commands import MAX_KEPT, CommandRunner
 from library.web.jobs import FAILED, FINISHED, RUNNING, STOPPED, WAITING, Job, JobQueue, build_command
 from library.web.presets import PRESETS, list_presets
 from library.web.run_form import build_arguments, export_values
@@ -255,6 +255,18 @@ def test_a_command_gets_its_settings_and_can_be_stopped(tmp_path):
     folder = Path(runner._commands[name].folder.name)
     runner.stop_all()
     assert not folder.exists()
+
+
+def test_a_command_that_runs_outlives_later_ones():
+    runner = CommandRunner()
+    name = runner.start([sys.executable, "-c", "import time; time.sleep(600)"])
+    names = []
+    for _ in range(MAX_KEPT + 1):
+        names.append(runner.start(["true"]))
+        runner._commands[names[-1]].process.wait()
+    assert runner.describe(name)["is_running"] and len(runner._commands) == MAX_KEPT
+    assert names[0] not in runner._commands and names[-1] in runner._commands
+    runner.stop_all()
 
 
 def test_the_command_is_what_the_docs_say(tmp_path):
