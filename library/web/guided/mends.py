@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,7 @@ class MendLog:
 
     folder: Path
     _changes: list[dict[str, Any]] = field(default_factory=list)
+    _changes_by_file: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def path(self) -> Path:
@@ -49,7 +50,7 @@ class MendLog:
 
     def run(self, mend: Callable[["MendLog"], object]) -> None:
         """Run a mend, whose changes are undone together; what was changed before an error is put back."""
-        entry, self._changes = self.path / f"{time.time_ns():020}", []
+        entry, self._changes, self._changes_by_file = self.path / f"{time.time_ns():020}", [], {}
         entry.mkdir(parents=True)
         self._entry = entry
         try:
@@ -65,20 +66,35 @@ class MendLog:
 
     def replace_file(self, path: Path, data: bytes) -> None:
         """Write a file; what was there is kept."""
-        self._keep(path)
+        change = self._keep(path)
         write_atomic(path, data)
-        self._changes[-1]["after"] = compute_sha256(path)
+        change["after"] = compute_sha256(path)
 
     def remove_file(self, path: Path) -> None:
         """Remove a file; it is kept."""
-        self._keep(path)
+        change = self._keep(path)
         path.unlink()
+        change["after"] = None
 
-    def _keep(self, path: Path) -> None:
+    def find_original(self, path: Path) -> Path | None:
+        """Return the copy of a file as it was before this mend; None if this mend has not changed it."""
+        change = self._find_change(path)
+        return None if change is None or change["kept"] is None else self._entry / change["kept"]
+
+    def _find_change(self, path: Path) -> dict[str, Any] | None:
+        return self._changes_by_file.get(str(path))
+
+    def _keep(self, path: Path) -> dict[str, Any]:
+        """Keep a file as it was before the first change of this mend; return what is noted of it."""
+        if (change := self._find_change(path)) is not None:
+            return change
         name = f"{len(self._changes):03}-{path.name}"
         if path.exists():
             shutil.copy2(path, self._entry / name)
-        self._changes.append({"file": str(path), "kept": name if path.exists() else None, "after": None})
+        change = {"file": str(path), "kept": name if path.exists() else None, "after": None}
+        self._changes.append(change)
+        self._changes_by_file[str(path)] = change
+        return change
 
     def undo(self) -> int:
         """Undo the last mend, unless its files have changed since; return how many files were put back."""
@@ -87,7 +103,7 @@ class MendLog:
             return 0
         entry = mends[-1]
         changes = json.loads((entry / LOG_FILE).read_text("utf-8"))
-        for change in changes:
+        for change in {change["file"]: change for change in changes}.values():  # the last change of each file
             path = Path(change["file"])
             now = compute_sha256(path) if path.exists() else None
             if now != change["after"]:
@@ -114,15 +130,20 @@ class CropChoice:
     assign: "BucketAssigner | None" = None
     position: float = 0.5
     """0 for the left or upper end, 1 for the other."""
+    shared_files: Set[Path] = frozenset()
+    """Captions and masks of the pictures that are not mended, which may be those of mended ones too."""
+
+
+def list_side_files(picture: CheckedPicture) -> list[Path]:
+    """List the captions and the mask of a picture, whether they exist or not."""
+    captions = [picture.path.with_suffix(extension) for extension in CAPTION_EXTENSIONS]
+    return captions if picture.mask is None else [*captions, picture.mask]
 
 
 def remove_picture(log: MendLog, picture: CheckedPicture, crop: CropChoice = CropChoice()) -> None:
-    """Remove a picture with its caption and mask; a caption that another picture uses stays."""
-    path = picture.path
-    has_twin = any(name != path.name and Path(name).stem == path.stem for name in picture.folder.names)
-    captions = [path.with_suffix(extension) for extension in CAPTION_EXTENSIONS]
-    for each in [path, *([] if has_twin else [*captions, picture.mask])]:
-        if each is not None and each.is_file():
+    """Remove a picture with its caption and mask; what another picture uses stays."""
+    for each in (picture.path, *list_side_files(picture)):
+        if each not in crop.shared_files and each.is_file():
             log.remove_file(each)
 
 
@@ -166,13 +187,27 @@ def crop_picture(log: MendLog, picture: CheckedPicture, crop: CropChoice) -> Non
     if placement is None:
         raise UserError(f"{picture.path.name}: fits no bucket, so there is nothing to crop it to")
     shares = [part / whole for part, whole in zip(placement.bucket_resolution, placement.resized_size, strict=True)]
+    if picture.mask in crop.shared_files:
+        fix = "crop these pictures together, or give each its own mask in a folder masks beside it"
+        raise UserError(report_file(picture.mask, f"is the mask of {picture.path.name} and of another picture", fix))
     for path in (picture.path, picture.mask):
-        if path is not None:
-            image = load_oriented_image(path)
-            sides = [max(1, round(side * share)) for side, share in zip(image.size, shares, strict=True)]
-            left, top = (round((whole - part) * crop.position) for whole, part in zip(image.size, sides, strict=True))
-            cropped = image.crop((left, top, left + sides[0], top + sides[1]))
-            log.replace_file(path, encode_picture(cropped, path.suffix))
+        if path is None:
+            continue
+        original = log.find_original(path)
+        data = _crop_file(original or path, shares, crop.position)
+        if original is None:
+            log.replace_file(path, data)
+        elif data != path.read_bytes():  # the mask of a picture that was cropped before this one
+            fix = "give each its own mask in a folder masks beside it"
+            raise UserError(report_file(path, "is the mask of pictures that are cropped in different ways", fix))
+
+
+def _crop_file(path: Path, shares: Sequence[float], position: float) -> bytes:
+    """Crop to these shares of the width and the height."""
+    image = load_oriented_image(path)
+    sides = [max(1, round(side * share)) for side, share in zip(image.size, shares, strict=True)]
+    left, top = (round((whole - part) * position) for whole, part in zip(image.size, sides, strict=True))
+    return encode_picture(image.crop((left, top, left + sides[0], top + sides[1])), path.suffix)
 
 
 def encode_picture(image: "Image", extension: str) -> bytes:

@@ -22,7 +22,7 @@ from ..thumbnails import LARGE_SIDE, THUMBNAIL_SIDE, load_file_thumbnail
 from ..workbench import JSONAnswer, get_workbench, render_page
 from .caption_model import KNOWN_MODELS, build_caption_command, find_caption_models, start_captioning
 from .card import describe_duration, describe_plan, format_devices
-from .mends import CropChoice, MendLog, convert_picture, crop_picture, remove_picture, rotate_picture
+from .mends import CropChoice, MendLog, convert_picture, crop_picture, list_side_files, remove_picture, rotate_picture
 from .model_choices import DEMO, build_demo_choice, build_model_values, find_choice, list_choices
 from .picture_check import CheckedPicture, build_assigner, export_folder, export_picture, find_picture
 from .plain_words import FIRST_FIELDS
@@ -234,7 +234,8 @@ def mend_pictures(request: Request, body: Mapping[str, Any]) -> Response:
     for path in (each for picture in chosen for each in (picture.path, picture.mask)):
         if mend != "remove" and path is not None:
             check.require_readable(path)
-    crop = CropChoice(build_assigner(project), _parse_position(body.get("position", 0.5)))
+    shared = {file for each in check.pictures if each.path not in wanted for file in list_side_files(each)}
+    crop = CropChoice(build_assigner(project), _parse_position(body.get("position", 0.5)), shared)
     log = MendLog(project.folder)
     log.run(lambda log: [_MENDS[mend](log, picture, crop) for picture in chosen])
     check.invalidate()

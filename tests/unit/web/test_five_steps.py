@@ -11,12 +11,14 @@ from faulty_pictures import draw_picture, write_faulty_pictures
 from PIL import Image, ImageChops, ImageStat
 from web_pages import ORIGIN, open_page
 
+from library.atomic_files import compute_sha256
 from library.config.schema_data import DataConfig
 from library.dataset.dataset_config import load_dataset_config
 from library.models.families import FAMILY_FACTS
 from library.web.guard import MAX_BODY_BYTES, MAX_UPLOAD_BYTES
 from library.web.guided import step_pages
 from library.web.guided.card import GB, describe_plan, format_devices
+from library.web.guided.mends import MendLog
 from library.web.guided.model_choices import build_model_values, list_choices
 from library.web.guided.plain_words import FAMILY_SENTENCES, FIRST_FIELDS
 from library.web.guided.project import Project
@@ -129,6 +131,75 @@ def write_sharing_pictures(root: Path) -> tuple[Path, dict[str, bytes]]:
 
 def read_files(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("paths", "gone"),
+    [
+        (["cats/1.png"], []),
+        (["cats/a.png"], []),
+        (["cats/1.png", "dogs/1.png"], ["masks/1.png"]),
+        (["cats/a.png", "cats/a.webp"], ["masks/a.png", "cats/a.txt"]),
+    ],
+)
+def test_files_that_another_picture_uses_are_not_removed(root, paths, gone):
+    photos, before = write_sharing_pictures(root)
+    page = open_page(root)
+    key = page.post("/api/train/new", json={"folder": "0/photos"}).json()["key"]
+    look(page, key)
+
+    assert page.post(f"/api/train/mend/{key}", json={"mend": "remove", "paths": paths}).status_code == 200
+    assert read_files(photos).keys() == before.keys() - {*paths, *gone}
+    assert page.post(f"/api/train/undo/{key}", json={}).status_code == 200
+    assert read_files(photos) == before
+
+
+def test_a_mask_of_two_pictures_is_cropped_once_and_undone(root):
+    photos, before = write_sharing_pictures(root)
+    page = open_page(root)
+    key = page.post("/api/train/new", json={"folder": "0/photos"}).json()["key"]
+    look(page, key)
+    body = {"mend": "crop", "paths": ["cats/1.png"], "position": 1}
+    answer = page.post(f"/api/train/mend/{key}", json=body)
+    assert answer.status_code == 400 and "another picture" in answer.json()["error"]
+    assert read_files(photos) == before
+
+    body["paths"] = ["cats/1.png", "dogs/1.png"]
+    assert page.post(f"/api/train/mend/{key}", json=body).status_code == 200
+    with Image.open(photos / "masks" / "1.png") as mask, Image.open(photos / "dogs" / "1.png") as picture:
+        whole = Image.linear_gradient("L").resize((600, 120))
+        assert mask.size == picture.size and mask.width < 600
+        assert mask.tobytes() == whole.crop((600 - mask.width, 0, 600, 120)).tobytes()
+    assert page.post(f"/api/train/undo/{key}", json={}).status_code == 200
+    assert read_files(photos) == before
+
+
+def test_a_mask_is_not_cropped_in_two_ways(root):
+    photos, _ = write_sharing_pictures(root)
+    draw_picture(7, (900, 120)).save(photos / "dogs" / "1.png")
+    before = read_files(photos)
+    page = open_page(root)
+    key = page.post("/api/train/new", json={"folder": "0/photos"}).json()["key"]
+    look(page, key)
+    answer = page.post(f"/api/train/mend/{key}", json={"mend": "crop", "paths": ["cats/1.png", "dogs/1.png"]})
+    assert answer.status_code == 400 and "its own mask" in answer.json()["error"]
+    assert read_files(photos) == before
+
+
+def test_a_file_that_one_mend_changed_twice_is_undone(tmp_path):
+    log, path = MendLog(tmp_path), tmp_path / "a.png"
+    path.write_bytes(b"1")
+    log.run(lambda log: [log.replace_file(path, each) for each in (b"2", b"3")])
+    assert path.read_bytes() == b"3"
+    (entry,) = log.list_mends()
+    assert len(json.loads((entry / "mend.json").read_text())) == 1
+
+    hashes = {"a": "of b'2'", "b": compute_sha256(path)}
+    older = [{"file": str(path), "kept": name, "after": digest} for name, digest in hashes.items()]
+    (entry / "a").write_bytes(b"1")
+    (entry / "b").write_bytes(b"2")
+    (entry / "mend.json").write_text(json.dumps(older))  # as earlier versions wrote it
+    assert log.undo() == 2 and path.read_bytes() == b"1"
 
 
 def test_a_mend_that_fails_changes_nothing(root, faulty):
