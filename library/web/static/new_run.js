@@ -37,18 +37,7 @@
   }
 
   function showCheck(answer) {
-    const wrong = new Map(), others = [];
-    for (const { field, text } of answer.problems) {
-      if (controls.has(field)) wrong.set(field, [...(wrong.get(field) ?? []), text]);
-      else others.push(text);
-    }
-    for (const field of fields) {
-      const texts = wrong.get(field.dataset.name), line = field.querySelector(".wrong");
-      field.classList.toggle("bad", !!texts);
-      controls.get(field.dataset.name).setAttribute("aria-invalid", !!texts);
-      line.hidden = !texts;
-      line.textContent = (texts ?? []).join("\n");
-    }
+    const { wrong, others } = showFieldProblems(fields, controls, answer.problems);
     const count = answer.problems.length, state = byId("state");
     state.className = `notice ${count ? "bad" : "good"}`;
     state.textContent = count ? `${count} ${count === 1 ? "problem" : "problems"}` : "No problems: this run can start.";

@@ -56,6 +56,23 @@ function showProblems(holder, problems) {
   holder.replaceChildren(...problems.map((text) => make("p", { className: "problem", textContent: text })));
 }
 
+// Shows each problem at its field; returns the problems by field, and those of no field.
+function showFieldProblems(fields, controls, problems) {
+  const wrong = new Map(), others = [];
+  for (const { field, text } of problems) {
+    if (controls.has(field)) wrong.set(field, [...(wrong.get(field) ?? []), text]);
+    else others.push(text);
+  }
+  for (const field of fields) {
+    const texts = wrong.get(field.dataset.name), line = field.querySelector(".wrong");
+    field.classList.toggle("bad", !!texts);
+    controls.get(field.dataset.name).setAttribute("aria-invalid", !!texts);
+    line.hidden = !texts;
+    line.textContent = (texts ?? []).join("\n");
+  }
+  return { wrong, others };
+}
+
 // What has the focus loses it when it is disabled, hidden or replaced: it gets it back, or what comes instead of it.
 function returnFocus(...elements) {
   const active = document.activeElement;

@@ -23,17 +23,10 @@
   }
 
   function showCheck(answer) {
-    const wrong = new Map(), others = [];
-    for (const { field, text } of answer.problems) {
-      if (controls.has(field)) wrong.set(field, [...(wrong.get(field) ?? []), text]); else others.push(text);
-    }
+    const { wrong, others } = showFieldProblems(fields, controls, answer.problems);
     for (const field of fields) {
-      const texts = wrong.get(field.dataset.name), line = field.querySelector(".wrong");
-      field.classList.toggle("bad", !!texts);
-      controls.get(field.dataset.name).setAttribute("aria-invalid", !!texts);
-      line.hidden = !texts;
-      line.textContent = (texts ?? []).join("\n");
-      if (texts) for (let part = field.parentElement; part; part = part.parentElement) if (part.tagName === "DETAILS") part.open = true;
+      if (!wrong.has(field.dataset.name)) continue;
+      for (let part = field.parentElement; part; part = part.parentElement) if (part.tagName === "DETAILS") part.open = true;
     }
     const count = answer.problems.length;
     showState(!count, count ? count === 1 ? "One thing is wrong." : `${count} things are wrong.` : "Nothing is wrong: it can start.");
