@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..adapters.dropout_and_max_norm import compute_layer_update_norms, find_adapter_layers
+from ..adapters.update_norms import compute_layer_update_norms, find_adapter_layers
 from ..atomic_files import write_atomic
 from ..distributed.device_memory import get_peak_memory
 from ..log import ProgressBar

@@ -12,14 +12,14 @@ import torch
 from PIL.Image import Image, fromarray
 from torch import Tensor, nn
 
-from ..adapters.dropout_and_max_norm import LoraDropout
 from ..adapters.injection import scale_adapters
+from ..adapters.lora_dropout import LoraDropout
 from ..cache.keys import hash_controls
 from ..cache.readers import TextReader
 from ..dataloader.batch import Batch, Cond, Moments, PixelBatch, concatenate_cond, map_cond_tensors, normalize_pixels
 from ..diffusion.masked_loss import reduce_loss_per_sample, resize_mask_to_latents
 from ..diffusion.objective import NoisyBatch, Objective
-from ..diffusion.timesteps import draw_timestep_buckets
+from ..diffusion.timestep_sampling import draw_timestep_buckets
 from ..distributed.step_phases import record_phase
 from ..errors import UserError
 from ..models.base import ControlTextFamily, Family, T5Family

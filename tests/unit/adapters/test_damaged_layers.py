@@ -13,7 +13,7 @@ from library.config.schema import AdapterConfig
 from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
-from library.tools.lora_identification import read_lora_file
+from library.tools.lora.identification import read_lora_file
 from library.training.network_weights import read_initial_weights
 
 LINEAR = "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q"  # 64 x 64

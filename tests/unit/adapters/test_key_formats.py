@@ -25,7 +25,7 @@ from library.models.detect import detect_model
 from library.models.families import FAMILIES, FAMILY_FACTS
 from library.models.loading import load_components_on_meta
 from library.models.weights import build_empty_model
-from library.tools.lora_identification import identify_lora
+from library.tools.lora.identification import identify_lora
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 EVERY = list_cases(FAMILY_FACTS)

@@ -28,7 +28,7 @@ from library.estimate.layout_search import estimate_layouts, suggest_savings
 from library.estimate.memory_estimate import count_in_flight, estimate_optimizer_state, split_model
 from library.estimate.meta_memory_meter import AutocastEmulation, MemoryMeter, MeterReading, run_backward
 from library.estimate.meta_run import LargestBatch, MetaRun, StepMemory
-from library.estimate.meta_runs import MetaRuns, get_partition
+from library.estimate.meta_run_cache import MetaRuns, get_partition
 from library.estimate.parallel_layouts import LayoutFinder
 from library.estimate.step_time import Devices
 from library.models.detect import detect_model

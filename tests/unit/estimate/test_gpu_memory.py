@@ -14,7 +14,7 @@ from PIL import Image
 from library.config.options import flatten_config
 from library.distributed.world import World
 from library.errors import ConfigError
-from library.estimate.gpu_memory import CHOSEN_OPTIONS, choose_memory_options
+from library.estimate.memory_option_choice import CHOSEN_OPTIONS, choose_memory_options
 from library.training.checkpoint_dir import write_checkpoint
 from library.training.preflight import load_settings
 from library.training.resume import serialize_settings

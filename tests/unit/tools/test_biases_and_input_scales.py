@@ -13,7 +13,7 @@ from library.config.schema import AdapterConfig
 from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
-from library.tools.lora_identification import identify_lora
+from library.tools.lora.identification import identify_lora
 from library.training.network_weights import merge_base_weights, read_initial_weights
 
 __all__ = ["known_models"]  # a fixture

@@ -16,7 +16,7 @@ from library.cli import run_tool
 from library.errors import UserError
 from library.models.families import FAMILIES, FAMILY_FACTS
 from library.models.known_models import load_known_models
-from library.tools.lora_identification import find_stated_families, identify_lora, read_lora_file
+from library.tools.lora.identification import find_stated_families, identify_lora, read_lora_file
 
 __all__ = ["known_models"]  # a fixture
 

@@ -8,7 +8,7 @@ import torch
 from tiny_pipelines import TINY
 from training_task import HEIGHT, WIDTH, make_pixel_batch, task
 
-from library.adapters.dropout_and_max_norm import LoraDropout
+from library.adapters.lora_dropout import LoraDropout
 from library.config.schema_objective import LossConfig, NoiseConfig
 from library.models.families import FAMILIES
 from library.parallel.async_copy import CopyStream

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import write_images
 
 from library.adapters import dropout_and_max_norm
-from library.adapters.dropout_and_max_norm import compute_update_norms
+from library.adapters.update_norms import compute_update_norms
 from library.training.callbacks import UpdateNorms, group_norms_by_layer_type
 
 
