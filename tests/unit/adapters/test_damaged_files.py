@@ -154,6 +154,7 @@ def test_all_files_with_problems_are_reported_at_once(tmp_path):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change, message",
     [

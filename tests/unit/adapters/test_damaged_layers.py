@@ -166,6 +166,7 @@ def test_the_layers_are_right_before_they_are_damaged(tmp_path):
         assert (read_lora_file(path).family, read_lora_file(path).is_known_size) == ("sd1", True)
 
 
+@pytest.mark.slow
 def test_base_weights_with_a_damaged_tensor_are_named_with_the_layer(damaged_files):
     adapter = AdapterConfig(base_weights=tuple(damaged_files))
 

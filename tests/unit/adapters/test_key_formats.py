@@ -172,6 +172,7 @@ def golden_file(path, name, dtype=torch.float16):
 FAMILY_OF = {"sd15": "sd1", "sdxl": "sdxl", "sd3_medium": "sd3", "flux": "flux"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, zero, file_format",
     [pytest.param("lora", "lora_down.weight", "diffusers", marks=pytest.mark.slow), ("lokr", "lokr_w2_b", "comfy")],

@@ -355,6 +355,7 @@ def test_the_meta_batch_has_the_sizes_of_images_and_captions():
     assert batch.moments.mean_and_std.shape[-2:] == (12, 8) and len(short) < len(long_one)
 
 
+@pytest.mark.slow
 def test_a_budget_of_the_compiler_reduces_the_estimate():
     saved = {}
     for budget in ("", "1", "0.5"):
