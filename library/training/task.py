@@ -33,7 +33,7 @@ from .preservation import OutputPreservation, PreservedOutput
 class MicroBatchStats:
     """Statistics of a micro-batch for logging; tensors stay on the device until they are read."""
 
-    timesteps: Tensor  # (B,): in 0..1, where 1 is the highest noise level
+    noise_fractions: Tensor  # (B,): in 0..1, where 1 is the highest noise level
     losses: Tensor  # (B,): before loss_weights
     loss_weights: Tensor  # (B,): 0 for padding
     sample_keys: tuple[str, ...]
@@ -181,8 +181,8 @@ class DiffusionTask:
 
     def record_losses(self, inputs: StepInputs, losses: Tensor, step: int) -> None:
         """Keep the losses of a micro-batch for logging."""
-        batch, timesteps = inputs.batch, inputs.noised.timesteps / self.objective.process.num_timesteps
-        stats = MicroBatchStats(timesteps, losses, batch.loss_weights, batch.sample_keys, batch.global_positions)
+        batch, fractions = inputs.batch, inputs.noised.timesteps / self.objective.process.num_timesteps
+        stats = MicroBatchStats(fractions, losses, batch.loss_weights, batch.sample_keys, batch.global_positions)
         self._record_stats(stats, step)
 
     def _draw_expert(self, step: int, latents: Tensor) -> tuple[str, tuple[float, float]]:

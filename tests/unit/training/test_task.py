@@ -54,7 +54,7 @@ def test_micro_batch_stats_are_those_of_the_latest_step(task):
     torch.testing.assert_close(first.losses * first.loss_weights, losses[0].detach())
     assert losses[0].requires_grad and not first.losses.requires_grad and second.losses.item() > 0
     assert torch.equal(second.timesteps, task.denoiser.t / 1000)
-    assert all(0 <= t < 1 for stats in task.micro_batch_stats for t in stats.timesteps)
+    assert all(0 <= t < 1 for stats in task.micro_batch_stats for t in stats.noise_fractions)
 
 
 def test_timestep_buckets_are_counted_over_the_run_however_a_step_is_split(task):
