@@ -53,7 +53,7 @@ def test_micro_batch_stats_are_those_of_the_latest_step(task):
     assert second.loss_weights.tolist() == [0.0]
     torch.testing.assert_close(first.losses * first.loss_weights, losses[0].detach())
     assert losses[0].requires_grad and not first.losses.requires_grad and second.losses.item() > 0
-    assert torch.equal(second.timesteps, task.denoiser.t / 1000)
+    assert torch.equal(second.noise_fractions, task.denoiser.t / 1000)
     assert all(0 <= t < 1 for stats in task.micro_batch_stats for t in stats.noise_fractions)
 
 
