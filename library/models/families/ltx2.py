@@ -131,6 +131,13 @@ class LTX2(LTXVideo):
             return BaseModelInfo("ltx2.3", "ltx-2.3")
         return BaseModelInfo("ltx2", "ltx-2")
 
+    @classmethod
+    def prepare_denoiser(cls, denoiser: nn.Module) -> None:
+        """Name the projection that the attention of LTX-2.3 computes first, for LoRA layers that are computed as one."""
+        for module in denoiser.modules():
+            if type(getattr(module, "processor", None)).__name__ == "LTX2PerturbedAttnProcessor":
+                module.first_projection = "to_v"  # type: ignore[assignment]
+
     def configure_pipeline(self, pipe: Any, read: ConfigReader) -> None:
         pipe.vae_spatial_compression_ratio = get_downscale_factor(read_required(read, "vae/config.json"))
 
