@@ -17,7 +17,7 @@ from ...dataset.frame_windows import FrameRule
 from ...diffusion.timestep_shift import DynamicShift
 from ..base import BaseModelInfo
 from ..facts import BlockFacts, FamilyMatch, FamilyOptions, PipelineFacts, SamplingFacts, TextFacts, TrainerNames
-from ..model_configs import ConfigReader, ModelError, get_downscale_factor, read_required
+from ..model_configs import CONNECTOR_TOKENS, ConfigReader, ModelError, get_downscale_factor, read_required
 from ..training_noise import LOGIT_NORMAL, WEIGHTED, TrainingNoiseFacts
 from .ltx_video import FACTS as LTX_FACTS
 from .ltx_video import FRAME_STRIDE, OUTER_NAMES, LTXVideo, match_ltx_video, rename_outer_modules
@@ -124,7 +124,7 @@ class LTX2(LTXVideo):
     """The stream of pictures is LTX-Video's, with positions in seconds and texts that connectors have prepared."""
 
     facts = FACTS
-    max_tokens = 1024
+    max_tokens = CONNECTOR_TOKENS
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         if _is_version_2_3(pipe.transformer.config):
