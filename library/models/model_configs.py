@@ -273,7 +273,7 @@ def _count_connector_elements(config: JsonDict) -> int:
     """Count what the text connectors of LTX-2 make of a caption for pictures and for sound."""
     parts = ("video_connector", "audio_connector")
     widths = (config[f"{part}_num_attention_heads"] * config[f"{part}_attention_head_dim"] for part in parts)
-    return CONNECTOR_TOKENS * sum(widths)
+    return CONNECTOR_TOKENS * int(sum(widths))
 
 
 def _read_text_width(config: JsonDict) -> int:

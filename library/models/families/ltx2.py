@@ -42,6 +42,8 @@ def _match_ltx2(read: ConfigReader) -> FamilyMatch:
     encoder = (index.get("text_encoder") or ["", ""])[1]
     if encoder != "Gemma3ForConditionalGeneration" or not config.get("use_prompt_adaln_single", True):
         raise ModelError("it is LTX-2.5 or later; LTX-2 and LTX-2.3 can be trained, whose text encoder is Gemma 3")
+    if config.get("rope_type", "interleaved") != "split":
+        raise ModelError("its transformer has interleaved rotary positions; those of LTX-2 and LTX-2.3 are split")
     connectors = read_required(read, "connectors/config.json")
     if not connectors.get("video_connector_num_learnable_registers", 128):
         raise ModelError("its connectors have no learnable registers; those of LTX-2 and LTX-2.3 pad texts with them")
@@ -86,7 +88,7 @@ FACTS = replace(
     detection=replace(
         LTX_FACTS.detection,
         match_configs=_match_ltx2,
-        trainer_names=TrainerNames(ai_toolkit=("ltx2", "ltx2.3"), diffusion_pipe=("ltx2",)),
+        trainer_names=TrainerNames(ai_toolkit=("ltx2",)),  # all others name single files
     ),
     lora=replace(
         LTX_FACTS.lora,
@@ -99,10 +101,12 @@ FACTS = replace(
     blocks=BlockFacts(
         lists=("transformer_blocks",),
         activation_args=("hidden_states", "audio_hidden_states"),
-        unsupported_strategies={
-            "tp": "the attention of LTX-2 is normalized over all heads together",
-            "cp": "beside the tokens of pictures its blocks have those of sound",
-        },
+        unsharded_args=("audio_hidden_states",),
+        # Positions of the pictures' tokens, and their times, of which there is one where no frame is given.
+        token_args={"video_rotary_emb": ((2, ("hidden_states",)),) * 2, "temb": ((1, ("hidden_states",)),)},
+        text_attention_calls=(1, 2, 3),  # that of sound to itself, that to the text, and that of sound to the text
+        text_attention_layers=("attn2.to_k", "attn2.to_v"),
+        unsupported_strategies={"tp": "the attention of LTX-2 is normalized over all heads together"},
     ),
     text=TextFacts(
         components=("text_encoder", "tokenizer", "connectors"),
@@ -133,7 +137,7 @@ class LTX2(LTXVideo):
 
     @classmethod
     def prepare_denoiser(cls, denoiser: nn.Module) -> None:
-        """Name the projection that the attention of LTX-2.3 computes first, for LoRA layers that are computed as one."""
+        """Name the projection that attention in LTX-2.3 computes first, for LoRA layers that are computed as one."""
         for module in denoiser.modules():
             if type(getattr(module, "processor", None)).__name__ == "LTX2PerturbedAttnProcessor":
                 module.first_projection = "to_v"  # type: ignore[assignment]
@@ -189,11 +193,12 @@ class LTX2(LTXVideo):
         """Run the denoiser; ``token_times`` (B, tokens) are the times of tokens that have their own."""
         num_frames, height, width = sizes = noisy_latents.shape[2:]
         count, device, model = len(noisy_latents), noisy_latents.device, pipe.transformer
+        sound_embeds: Any = batch.cond["sound_embeds"]
         predicted: Tensor = denoiser(
             hidden_states=pipe._pack_latents(noisy_latents),
             audio_hidden_states=noisy_latents.new_zeros(count, 1, model.config.audio_in_channels),
             encoder_hidden_states=batch.cond["embeds"],
-            audio_encoder_hidden_states=batch.cond["sound_embeds"][:, :1],
+            audio_encoder_hidden_states=sound_embeds[:, :1],
             timestep=timesteps if token_times is None else token_times,
             audio_timestep=timesteps,
             sigma=timesteps,
@@ -212,14 +217,16 @@ class LTX2(LTXVideo):
         import torch
 
         scale = self.facts.sampling.get_guidance_scale(prompt.cfg_scale)
-        is_2_3 = _is_version_2_3(pipe.transformer.config)
-        kwargs = {"guidance_scale": scale, "frame_rate": FRAME_RATE, "use_cross_timestep": is_2_3}
+        config, is_2_3 = pipe.transformer.config, _is_version_2_3(pipe.transformer.config)
+        kwargs: dict[str, Any] = {"guidance_scale": scale, "frame_rate": FRAME_RATE, "use_cross_timestep": is_2_3}
         kwargs["spatio_temporal_guidance_blocks"] = [GUIDED_BLOCKS[is_2_3]]
         if scale <= 1:  # of a distilled model, which has no guidance of any kind
             kwargs |= {"audio_guidance_scale": 1.0, "modality_scale": 1.0, "audio_modality_scale": 1.0}
+        if scale <= 1 or not config.perturbed_attn:  # whose blocks cannot leave out attention
             kwargs |= {"stg_scale": 0.0, "audio_stg_scale": 0.0}
         for prefix, each in (("", cond), ("negative_", negative_cond)):
-            embeds = torch.cat([torch.as_tensor(each["embeds"]), torch.as_tensor(each["sound_embeds"])], dim=-1)
+            parts: Any = each["embeds"], each["sound_embeds"]
+            embeds = torch.cat(parts, dim=-1)
             mask = embeds.new_ones(embeds.shape[:2], dtype=torch.long)
             kwargs |= {f"{prefix}prompt_embeds": embeds, f"{prefix}prompt_attention_mask": mask}
         return kwargs
@@ -248,7 +255,9 @@ def _build_sound_statistics(transformer: Any) -> Any:
     """Build what the pipeline asks of the decoder of sound, where that is not loaded: latents as they are."""
     import torch
 
-    sizes = SimpleNamespace(mel_bins=4 * SOUND_BANDS, latent_channels=transformer.config.audio_in_channels // SOUND_BANDS)
+    sizes = SimpleNamespace(
+        mel_bins=4 * SOUND_BANDS, latent_channels=transformer.config.audio_in_channels // SOUND_BANDS
+    )
     return SimpleNamespace(config=sizes, latents_mean=torch.zeros(()), latents_std=torch.ones(()))
 
 
