@@ -146,7 +146,7 @@ class LTX2(LTXVideo):
         pipe.vae_spatial_compression_ratio = get_downscale_factor(read_required(read, "vae/config.json"))
 
     def get_unused_layers(self, denoiser: Any) -> tuple[str, ...]:
-        """The stream of sound, and the attention between the streams."""
+        """Return the stream of sound, and the attention between the streams."""
         return tuple(name for name, _ in denoiser.named_modules() if _belongs_to_sound(name))
 
     def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:

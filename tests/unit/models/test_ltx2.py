@@ -59,5 +59,7 @@ def test_models_that_are_not_known_are_refused_with_the_reason(name):
 
 
 def test_layers_of_sound_are_known_by_their_names():
-    denoiser = nn.ModuleDict({"ff": nn.Identity(), "audio_ff": nn.Identity(), "av_cross_attn_video_a2v_gate": nn.Identity()})
+    denoiser = nn.ModuleDict(
+        {"ff": nn.Identity(), "audio_ff": nn.Identity(), "av_cross_attn_video_a2v_gate": nn.Identity()}
+    )
     assert LTX2().get_unused_layers(denoiser) == ("audio_ff", "av_cross_attn_video_a2v_gate")
