@@ -204,7 +204,7 @@ class BlockFacts:
     activation_args: tuple[str, ...] = ("encoder_hidden_states", "hidden_states")
     """The arguments that a block gets from the previous block, in the order in which it returns them."""
     unsharded_args: tuple[str, ...] = ()
-    """Those of ``activation_args`` whose tokens context parallelism leaves whole on every rank."""
+    """The part of ``activation_args`` whose tokens context parallelism leaves whole on every rank."""
     token_args: Mapping[str, tuple[tuple[int, tuple[str, ...]], ...]] = field(default_factory=dict)
     """The token axis of each tensor in a block argument that is no activation, and the ``activation_args`` whose
     tokens this axis covers, in order; a tensor may have one entry there for all tokens."""

@@ -119,8 +119,8 @@ FACTS = replace(
     ),
     sampling=SamplingFacts(num_inference_steps=30, guidance_scale=3.0, image_size=(768, 512)),
     options=FamilyOptions(components={"vae": "vae"}, extra=("image_to_video",)),
-    notes="19B, and 2.3 (22B); pictures without sound, from text, or from the first frame (`--image_to_video`); diffusers "
-    "folders",
+    notes="19B, and 2.3 (22B); pictures without sound, from text, or from the first frame (`--image_to_video`); "
+    "diffusers folders",
 )
 
 
