@@ -163,6 +163,7 @@ def list_run_checks() -> Sequence[RunCheck]:
             config.model, config.parallel, facts.mixed_precision, facts.device
         ),
         lambda config, facts: validate_prompts(load_preview_prompts(config.preview), facts.detected),
+        lambda config, facts: validate_model.validate_evaluation(config.evaluate, facts.family),
         lambda config, _: validate_model.validate_prompt_strengths(
             config.adapter, load_preview_prompts(config.preview)
         ),

@@ -55,6 +55,7 @@ from .preflight import RunFacts, check_output_dirs, check_run_settings
 from .preservation import check_trigger
 from .preview import Preview
 from .resume import Resume
+from .run_evaluation import RunEvaluation, plan_caption_sets
 from .save_adapter import SaveAdapter
 from .save_embedding import SaveEmbedding, SavePivotalTuning
 from .save_model import SaveModel
@@ -142,9 +143,11 @@ def _prepare_and_train(
     num_images, (prepared, latents) = len(prepared.manifest.samples), cache_latents(encoders, prepared)
     if len(prepared.manifest.samples) < num_images:  # images that could not be read were dropped
         plan = build_plan()
-    texts = cache_text_encoder_outputs(encoders, prepared, plan, prompts, config.preservation)
+    caption_sets = plan_caption_sets(config.evaluate, prepared, detected)
+    pictured = [*prompts, *(prompt for each in caption_sets for prompt in each.prompts)]
+    texts = cache_text_encoder_outputs(encoders, prepared, plan, pictured, config.preservation)
     readers = CacheReaders(latents, texts, build_slider_facts(prepared, family, detected))
-    pipe = load_training_pipeline(config, strategy, family, detected=detected, cache_readers=readers, prompts=prompts)
+    pipe = load_training_pipeline(config, strategy, family, detected=detected, cache_readers=readers, prompts=pictured)
     _add_initial_weights(config.adapter, family, pipe, initial_weights)
     run, adapter = build_run(
         config, strategy, family, pipe, prepared, plan=plan, cache_readers=readers, initial_weights=initial_weights
@@ -153,16 +156,24 @@ def _prepare_and_train(
         comm.log_all_reduce_time(sum(parameter.nbytes for parameter in run.parameters))
     save = _build_saver(run, adapter, detected, prepared, resume)
     callbacks = _build_callbacks(run, save, prepared, readers=readers, prompts=prompts, resume=resume)
-    _restore(run, callbacks.validation, resume)
+    if caption_sets:
+        output = Path(config.save.output_dir), config.save.output_name
+        evaluation = RunEvaluation(
+            config.evaluate, caption_sets, prepared, detected, output, started_at=resume.started_at
+        )
+        callbacks = replace(callbacks, evaluation=evaluation)
+    _restore(run, callbacks, resume)
     _train_and_save(
         run, callbacks, failure_handler, signals=signals, resume=resume, prompts=[prompt.text for prompt in prompts]
     )
 
 
-def _restore(run: TrainingRun, validation: Validation | None, resume: Resume) -> None:
-    """Load the checkpoint, if any; the base model is validated before, where its weights replace what it has."""
-    if run.config.adapter.changes_base and validation is not None:
-        validation.compute_base_losses(run)
+def _restore(run: TrainingRun, callbacks: "RunCallbacks", resume: Resume) -> None:
+    """Load the checkpoint, if any; the base model is measured before, where its weights replace what it has."""
+    if run.config.adapter.changes_base and callbacks.validation is not None:
+        callbacks.validation.compute_base_losses(run)
+    if run.config.adapter.changes_base and callbacks.evaluation is not None:
+        callbacks.evaluation.measure_base(run)
     resume.restore(run)
 
 
@@ -251,12 +262,14 @@ class RunCallbacks:
     save_report: SaveReport
     save_checkpoint: SaveCheckpoint
     profiler: "StepProfiler | None"
+    evaluation: RunEvaluation | None = None
 
     def list_all(self) -> list[Callback]:
         callbacks: list[Callback] = [
             self.weight_sync_check,
             *([] if self.validation is None else [self.validation]),
             self.preview,
+            *([] if self.evaluation is None else [self.evaluation]),
             self.update_norms,
             self.save_adapter,
             self.save_report,
