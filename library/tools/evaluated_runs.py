@@ -60,8 +60,11 @@ class EvaluatedRun:
         return float(found[-1]) if found and is_plain_number(found[-1]) else None
 
 
-def find_runs(words: Sequence[str], problems: list[Problem]) -> list[EvaluatedRun]:
-    """Find the runs and files that words name, in their order; append the problems of words that name none."""
+def find_runs(words: Sequence[str], problems: list[Problem], *, needs_files: bool = True) -> list[EvaluatedRun]:
+    """Find the runs and files that words name, in their order; append the problems of words that name none.
+
+    ``needs_files``: a run that has saved no LoRA file is a problem.
+    """
     runs = dict[tuple[Path, str], list[Path] | None]()  # None: all files of the run
     folders = dict[Path, Path]()
     for word in words:
@@ -74,7 +77,7 @@ def find_runs(words: Sequence[str], problems: list[Problem]) -> list[EvaluatedRu
         recorded_name = _find_recorded_name(folder, name)
         summary = RunSummary.read(folder / f"{recorded_name}{SUMMARY_END}")
         chosen = _list_files(folder, name, summary) if paths is None else paths
-        if not chosen:
+        if not chosen and needs_files:
             text = "the run has no LoRA file"
             problems.append(report_file(folder / name, text, "it may not have saved yet, or have trained a model"))
             continue
