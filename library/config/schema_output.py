@@ -359,6 +359,14 @@ class EvaluateConfig:
         is_unset_by_zero=True,
         changes_result=False,
     )
+    evaluation_dataset_config: str | None = define_option(
+        None,
+        "dataset TOML whose pictures and captions the evaluation uses; default: those of the run. Runs on different"
+        " pictures can be compared if they name the same file here",
+        needs=_IS_EVALUATED,
+        changes_result=False,
+        is_path=True,
+    )
     evaluation_image_model: str | None = define_option(
         None,
         "folder or hub id of a model that embeds pictures, such as facebook/dinov2-base; default: colors and edges, for"

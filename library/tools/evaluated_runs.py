@@ -52,11 +52,13 @@ class EvaluatedRun:
     """The name of its summary and metrics."""
 
     def find_validation_loss(self, step: int) -> float | None:
-        """Return the last validation loss that the run recorded until a step."""
+        """Return the last validation loss that the run recorded until a step, of the weights that its files hold."""
         if self.summary is None:
             return None
+        is_beside_ema = self.name == self.recorded_name and self.summary.all_settings.get("ema_decay") is not None
+        name = "validation/without_ema/loss" if is_beside_ema else "validation/loss"
         lines = read_metrics(self.folder / f"{self.recorded_name}{METRICS_END}")
-        found = [line["validation/loss"] for line in lines if "validation/loss" in line and line["step"] <= step]
+        found = [line[name] for line in lines if name in line and line["step"] <= step]
         return float(found[-1]) if found and is_plain_number(found[-1]) else None
 
 

@@ -51,11 +51,11 @@ from .metrics import MetricsFile, TrainingLogger
 from .nan_and_oom_handling import TooManyFailures
 from .network_weights import InitialWeights, add_training_adapter, merge_base_weights, read_initial_weights
 from .output_lock import hold_output_lock
-from .preflight import RunFacts, check_output_dirs, check_run_settings
+from .preflight import RunFacts, check_output_dirs, check_run_settings, replace_dataset
 from .preservation import check_trigger
 from .preview import Preview
 from .resume import Resume
-from .run_evaluation import RunEvaluation, plan_caption_sets
+from .run_evaluation import RunEvaluation
 from .save_adapter import SaveAdapter
 from .save_embedding import SaveEmbedding, SavePivotalTuning
 from .save_model import SaveModel
@@ -143,8 +143,8 @@ def _prepare_and_train(
     num_images, (prepared, latents) = len(prepared.manifest.samples), cache_latents(encoders, prepared)
     if len(prepared.manifest.samples) < num_images:  # images that could not be read were dropped
         plan = build_plan()
-    caption_sets = plan_caption_sets(config.evaluate, prepared, detected)
-    pictured = [*prompts, *(prompt for each in caption_sets for prompt in each.prompts)]
+    evaluation = _plan_evaluation(config, strategy, detected, prepared, started_at=resume.started_at)
+    pictured = [*prompts, *([] if evaluation is None else evaluation.prompts)]
     texts = cache_text_encoder_outputs(encoders, prepared, plan, pictured, config.preservation)
     readers = CacheReaders(latents, texts, build_slider_facts(prepared, family, detected))
     pipe = load_training_pipeline(config, strategy, family, detected=detected, cache_readers=readers, prompts=pictured)
@@ -156,16 +156,24 @@ def _prepare_and_train(
         comm.log_all_reduce_time(sum(parameter.nbytes for parameter in run.parameters))
     save = _build_saver(run, adapter, detected, prepared, resume)
     callbacks = _build_callbacks(run, save, prepared, readers=readers, prompts=prompts, resume=resume)
-    if caption_sets:
-        output = Path(config.save.output_dir), config.save.output_name
-        evaluation = RunEvaluation(
-            config.evaluate, caption_sets, prepared, detected, output, started_at=resume.started_at
-        )
-        callbacks = replace(callbacks, evaluation=evaluation)
+    callbacks = replace(callbacks, evaluation=evaluation)
     _restore(run, callbacks, resume)
     _train_and_save(
         run, callbacks, failure_handler, signals=signals, resume=resume, prompts=[prompt.text for prompt in prompts]
     )
+
+
+def _plan_evaluation(
+    config: RunConfig, strategy: Strategy, detected: DetectedModel, prepared: PreparedData, started_at: float
+) -> RunEvaluation | None:
+    """Plan the evaluations during training, of the pictures of the run unless it names others; None without any."""
+    if not config.evaluate.is_active:
+        return None
+    path = config.evaluate.evaluation_dataset_config
+    if path is not None:
+        prepared = prepare_dataset(replace_dataset(config.data, path), config.cache, strategy.comm, detected)
+    output = Path(config.save.output_dir), config.save.output_name
+    return RunEvaluation(config.evaluate, prepared, detected, output, started_at=started_at)
 
 
 def _restore(run: TrainingRun, callbacks: "RunCallbacks", resume: Resume) -> None:

@@ -63,10 +63,8 @@ EmbeddedPicture = tuple[Array, float | None]
 """The embedding of a picture, and its similarity to its caption."""
 
 
-def plan_caption_sets(config: EvaluateConfig, prepared: PreparedData, detected: DetectedModel) -> list[CaptionSet]:
-    """Choose the captions of the evaluations of a run; none if it is not evaluated."""
-    if not config.is_active:
-        return []
+def _plan_caption_sets(config: EvaluateConfig, prepared: PreparedData, detected: DetectedModel) -> list[CaptionSet]:
+    """Choose the captions of the evaluations of a run."""
     choice = CaptionChoice(config.evaluation_captions, config.evaluation_subject, is_demo=detected.is_built_in)
     sets = build_caption_sets(prepared, choice, detected.size_multiple)
     steps = config.evaluation_sampling_steps
@@ -91,17 +89,17 @@ class RunEvaluation:
     def __init__(
         self,
         config: EvaluateConfig,
-        caption_sets: Sequence[CaptionSet],
         prepared: PreparedData,
         detected: DetectedModel,
         output: tuple[Path, str],
         started_at: float,
     ):
-        self.config, self.caption_sets, self.prepared, self.detected = config, caption_sets, prepared, detected
+        self.config, self.prepared, self.detected = config, prepared, detected
+        self.caption_sets = _plan_caption_sets(config, prepared, detected)
         self.path, self.started_at = output[0] / f"{output[1]}{RECORD_END}", started_at
         self.pictures = [
             PlannedPicture(captions.group, caption, number, prompt)
-            for captions in caption_sets
+            for captions in self.caption_sets
             for caption, prompt in enumerate(captions.prompts)
             for number in range(config.evaluation_pictures)
         ]
@@ -111,6 +109,11 @@ class RunEvaluation:
         self.reference: Reference | None = None
         self.file: RecordFile | None = None
         self.basis: Basis = {}
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """The captions of all pictures."""
+        return [prompt for captions in self.caption_sets for prompt in captions.prompts]
 
     def should_run(self, run: TrainingRun) -> bool:
         return is_evaluation_due(self.config, run.plan, run.state.step)
