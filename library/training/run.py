@@ -158,9 +158,7 @@ def _prepare_and_train(
     callbacks = _build_callbacks(run, save, prepared, readers=readers, prompts=prompts, resume=resume)
     callbacks = replace(callbacks, evaluation=evaluation)
     _restore(run, callbacks, resume)
-    _train_and_save(
-        run, callbacks, failure_handler, signals=signals, resume=resume, prompts=[prompt.text for prompt in prompts]
-    )
+    _train_and_save(run, callbacks, failure_handler, signals=signals, resume=resume, prompts=prompts)
 
 
 def _plan_evaluation(
@@ -351,7 +349,7 @@ def _train_and_save(
     failure_handler: FailureHandler,
     signals: StopSignals,
     resume: Resume,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
 ) -> None:
     """Train to the last step, save when the run stops or fails, and log where the files are."""
     comm = run.strategy.comm
@@ -384,7 +382,11 @@ def _train_and_save(
     comm.accelerator.wait_for_everyone()
     drain_gloo_threads()
     trackers.end_training()
-    grid = _write_preview_grid(run.config.save, prompts, resume.started_at) if is_main else None
+    grid = (
+        _write_preview_grid(run.config.save, [prompt.text for prompt in prompts], resume.started_at)
+        if is_main
+        else None
+    )
     _log_output_paths(callbacks, grid)
     callbacks.update_norms.fail_if_zero(run)
 
