@@ -76,6 +76,8 @@ def _run_file(path: Path, options: SweepOptions) -> Generator[str, None, int]:
         mark_for_retry(queue.state, name)
     if not options.compare_only:
         yield from queue.run_all()
+    if queue.received is not None:
+        return 128 + queue.received
     yield from write_sweep_result(sweep, runs, queue.state)
     failed = [each.run.name for each in runs if queue.state.get(each.run.name).status == FAILED]
     if failed:

@@ -17,7 +17,7 @@ from typing import Any
 from ...atomic_files import write_atomic
 from ...demo import DEMO_CONFIG_DIR
 from ...distributed.signals import STOP_FILE, can_send_signals, list_stop_signals
-from ...errors import ConfigError, RunInterrupted
+from ...errors import ConfigError
 from ...evaluation.seed_bootstrap import Resampler
 from ...log import format_duration
 from ...problems import Problem, report_file
@@ -111,8 +111,8 @@ class RunQueue:
                 reason = f": {state.reason}" if state.reason else ""
                 yield f"run {name}: {state.status} in {format_duration(state.seconds)}{reason}"
                 if self.received is not None:
-                    text = f"{signal.Signals(self.received).name}: the sweep goes on where it was with the same command"
-                    raise RunInterrupted(text, 128 + self.received)
+                    yield f"{signal.Signals(self.received).name}: the same command goes on where the sweep was stopped"
+                    return
 
     def _train(self, each: CheckedRun, seconds_before: float) -> RunState:
         """Train one run to its end, until it is hopeless, or until the sweep is asked to stop."""

@@ -165,7 +165,7 @@ def read_sweep(path: Path) -> Sweep:
     reader = _Reader(path, *read_toml_with_lines(path))
     values, settings, axes = reader.read_keys(), reader.read_table("settings"), reader.read_axes()
     runs = list(_build_runs(reader, settings, axes))
-    if not runs:
+    if not runs and not reader.problems:
         text = "the sweep has no runs"
         reader.problems.append(Problem("", text, "add [axes] with lists of values, or [[runs]]", Place(str(path))))
     if len(runs) > MAX_RUNS:

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ...atomic_files import write_atomic
+from ...evaluation.recorded_steps import find_basis_problems
 from ...evaluation.seed_bootstrap import Resampler
-from ...problems import Problem
 from ..recorded_evaluation import RecordedRun, judge_recorded_runs, load_recorded_runs, write_result
 from .check_runs import CheckedRun
 from .early_stopping import ValidatedStep, read_measurements
@@ -18,11 +18,10 @@ LOSS_COLUMNS = ("", "run", "step", "gain over the base model", "status")
 
 def write_sweep_result(sweep: Sweep, runs: Sequence[CheckedRun], state: SweepState) -> Iterator[str]:
     """Compare the runs that have measured anything, write the result, and yield its lines."""
-    problems = list[Problem]()
     words = [str(sweep.get_folder(each.run) / each.run.name) for each in runs]
     begun = [word for word, each in zip(words, runs, strict=True) if state.get(each.run.name).settings is not None]
-    recorded = [each for each in load_recorded_runs(begun, problems) if each.steps]
-    differing = [problem for problem in problems if "different" in problem.text]
+    recorded = [each for each in load_recorded_runs(begun, []) if each.steps]
+    differing = find_basis_problems({each.label: each.steps for each in recorded})
     if recorded and not differing:
         yield from _write_evaluation(sweep, recorded, _list_runs(runs, state))
     else:
