@@ -109,7 +109,8 @@ class RunQueue:
                 state = self._train(each, before.seconds)
                 self.state.set(name, state)
                 reason = f": {state.reason}" if state.reason else ""
-                yield f"run {name}: {state.status} in {format_duration(state.seconds)}{reason}"
+                status = "interrupted" if state.status == WAITING else state.status
+                yield f"run {name}: {status} after {format_duration(state.seconds)}{reason}"
                 if self.received is not None:
                     yield f"{signal.Signals(self.received).name}: the same command goes on where the sweep was stopped"
                     return
