@@ -31,6 +31,8 @@ STATE_FILE = "sweep.json"
 TRAINING_SCRIPT = DEMO_CONFIG_DIR.parent / "train_lora.py"
 WAITING, RUNNING, FINISHED, STOPPED, FAILED = "waiting", "running", "finished", "stopped", "failed"
 POLL_SECONDS = 1.0
+MEASUREMENT_SECONDS = 10.0
+"""How often the measurements of a run are read."""
 
 
 @dataclass(frozen=True)
@@ -119,15 +121,17 @@ class RunQueue:
         """Train one run to its end, until it is hopeless, or until the sweep is asked to stop."""
         name, settings, started_at = each.run.name, each.run.settings, time.monotonic()
         self.state.set(name, RunState(RUNNING, settings, seconds=seconds_before))
-        process, reason = self._start(each), ""
+        process, reason, read_at = self._start(each), "", started_at
         while process.poll() is None:
             time.sleep(POLL_SECONDS)
             if self.received is not None and not reason:
                 reason = "the sweep was stopped"
                 self._ask_to_stop(each, process)
-            elif not reason and self.sweep.stop_hopeless and (reason := self._find_hopeless_reason(each)):
-                logger.info("run %s is hopeless and is stopped: %s", name, reason)
-                self._ask_to_stop(each, process)
+            elif not reason and time.monotonic() - read_at >= MEASUREMENT_SECONDS:
+                read_at = time.monotonic()
+                if reason := self._find_hopeless_reason(each):
+                    logger.info("run %s is hopeless and is stopped: %s", name, reason)
+                    self._ask_to_stop(each, process)
         seconds = round(seconds_before + time.monotonic() - started_at, 1)
         self._get_stop_file(each).unlink(missing_ok=True)
         if process.returncode == 0:
@@ -164,6 +168,9 @@ class RunQueue:
             )
 
     def _find_hopeless_reason(self, each: CheckedRun) -> str:
+        """Say why a run is to be stopped; empty if it is not."""
+        if not self.sweep.stop_hopeless:
+            return ""
         folder = self.sweep.get_folder(each.run)
         summary = RunSummary.read(folder / f"{each.run.name}.run.json")
         others = {
