@@ -45,6 +45,8 @@ class RunState:
     reason: str = ""
     """Why it was stopped, or how it failed."""
     seconds: float = 0.0
+    is_kept: bool = False
+    """Whether the user lets it go on although it was hopeless."""
 
     @property
     def is_done(self) -> bool:
@@ -108,7 +110,7 @@ class RunQueue:
                     yield f"run {number} of {len(self.runs)}, {name}: {before.status} before"
                     continue
                 yield f"run {number} of {len(self.runs)}, {name}: log in {self._get_log(each)}"
-                state = self._train(each, before.seconds)
+                state = self._train(each, before)
                 self.state.set(name, state)
                 reason = f": {state.reason}" if state.reason else ""
                 status = "interrupted" if state.status == WAITING else state.status
@@ -117,10 +119,11 @@ class RunQueue:
                     yield f"{signal.Signals(self.received).name}: the same command goes on where the sweep was stopped"
                     return
 
-    def _train(self, each: CheckedRun, seconds_before: float) -> RunState:
+    def _train(self, each: CheckedRun, before: RunState) -> RunState:
         """Train one run to its end, until it is hopeless, or until the sweep is asked to stop."""
-        name, settings, started_at = each.run.name, each.run.settings, time.monotonic()
-        self.state.set(name, RunState(RUNNING, settings, seconds=seconds_before))
+        name, started_at = each.run.name, time.monotonic()
+        state = replace(before, status=RUNNING, settings=each.run.settings, reason="")
+        self.state.set(name, state)
         process, reason, read_at = self._start(each), "", started_at
         while process.poll() is None:
             time.sleep(POLL_SECONDS)
@@ -132,16 +135,16 @@ class RunQueue:
                 if reason := self._find_hopeless_reason(each):
                     logger.info("run %s is hopeless and is stopped: %s", name, reason)
                     self._ask_to_stop(each, process)
-        seconds = round(seconds_before + time.monotonic() - started_at, 1)
+        state = replace(state, seconds=round(before.seconds + time.monotonic() - started_at, 1))
         self._get_stop_file(each).unlink(missing_ok=True)
         if process.returncode == 0:
-            return RunState(FINISHED, settings, seconds=seconds)
+            return replace(state, status=FINISHED)
         if self.received is not None:
-            return RunState(WAITING, settings, seconds=seconds)
+            return replace(state, status=WAITING)
         if reason:
-            return RunState(STOPPED, settings, reason, seconds)
+            return replace(state, status=STOPPED, reason=reason)
         text = f"exit code {process.returncode}; the cause is at the end of {self._get_log(each)}"
-        return RunState(FAILED, settings, text, seconds)
+        return replace(state, status=FAILED, reason=text)
 
     def _start(self, each: CheckedRun) -> "subprocess.Popen[bytes]":
         """Start a run through ``python -m library launch``, so that it can be asked to stop."""
@@ -169,7 +172,7 @@ class RunQueue:
 
     def _find_hopeless_reason(self, each: CheckedRun) -> str:
         """Say why a run is to be stopped; empty if it is not."""
-        if not self.sweep.stop_hopeless:
+        if not self.sweep.stop_hopeless or self.state.get(each.run.name).is_kept:
             return ""
         folder = self.sweep.get_folder(each.run)
         summary = RunSummary.read(folder / f"{each.run.name}.run.json")
@@ -214,5 +217,5 @@ class RunQueue:
 
 
 def mark_for_retry(state: SweepState, name: str) -> None:
-    """Let a run that was stopped as hopeless go on with the next start."""
-    state.set(name, replace(state.get(name), status=WAITING, reason=""))
+    """Let a run that was stopped as hopeless go on, and not be stopped again."""
+    state.set(name, replace(state.get(name), status=WAITING, reason="", is_kept=True))
