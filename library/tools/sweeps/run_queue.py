@@ -17,11 +17,12 @@ from typing import Any
 from ...atomic_files import write_atomic
 from ...demo import DEMO_CONFIG_DIR
 from ...distributed.signals import STOP_FILE, can_send_signals, list_stop_signals
-from ...errors import ConfigError
+from ...errors import ConfigError, UserError
 from ...evaluation.seed_bootstrap import Resampler
 from ...log import format_duration
 from ...problems import Problem, report_file
 from ...report.page import RunSummary
+from ...training.output_lock import has_final_output, hold_output_lock
 from .check_runs import CheckedRun
 from .early_stopping import find_hopeless_reason, read_measurements
 from .sweep_file import Sweep
@@ -110,7 +111,8 @@ class RunQueue:
                     yield f"run {number} of {len(self.runs)}, {name}: {before.status} before"
                     continue
                 yield f"run {number} of {len(self.runs)}, {name}: log in {self._get_log(each)}"
-                state = self._train(each, before)
+                self._wait_for_other_process(each)
+                state = self._find_finished(each, before) or self._train(each, before)
                 self.state.set(name, state)
                 reason = f": {state.reason}" if state.reason else ""
                 status = "interrupted" if state.status == WAITING else state.status
@@ -118,6 +120,27 @@ class RunQueue:
                 if self.received is not None:
                     yield f"{signal.Signals(self.received).name}: the same command goes on where the sweep was stopped"
                     return
+
+    def _wait_for_other_process(self, each: CheckedRun) -> None:
+        """Wait for a run that goes on after the sweep that had started it was killed."""
+        folder, name, is_told = self.sweep.get_folder(each.run), each.run.name, False
+        folder.mkdir(parents=True, exist_ok=True)
+        while self.received is None:
+            try:
+                with hold_output_lock(folder, name):
+                    return
+            except UserError as error:
+                if not is_told:
+                    logger.info("waiting for a process of an earlier sweep: %s", error)
+                is_told = True
+                time.sleep(POLL_SECONDS)
+
+    def _find_finished(self, each: CheckedRun, before: RunState) -> RunState | None:
+        """Return the state of a run that has finished after the sweep that had started it was killed; else None."""
+        is_ours = before.settings is not None and before.status in (RUNNING, WAITING)
+        if is_ours and has_final_output(self.sweep.get_folder(each.run), each.run.name):
+            return replace(before, status=FINISHED)
+        return None
 
     def _train(self, each: CheckedRun, before: RunState) -> RunState:
         """Train one run to its end, until it is hopeless, or until the sweep is asked to stop."""
