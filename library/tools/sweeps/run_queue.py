@@ -112,7 +112,9 @@ class RunQueue:
                     continue
                 yield f"run {number} of {len(self.runs)}, {name}: log in {self._get_log(each)}"
                 self._wait_for_other_process(each)
-                state = self._find_finished(each, before) or self._train(each, before)
+                state = before  # where a signal came meanwhile
+                if self.received is None:
+                    state = self._find_finished(each, before) or self._train(each, before)
                 self.state.set(name, state)
                 reason = f": {state.reason}" if state.reason else ""
                 status = "interrupted" if state.status == WAITING else state.status
