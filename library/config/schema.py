@@ -11,7 +11,7 @@ from .schema_embedding import TrainedPartConfig
 from .schema_full import IS_FULL, IS_LORA, FullConfig
 from .schema_objective import LossConfig, NoiseConfig, PreservationConfig, SliderConfig
 from .schema_optim import OptimConfig
-from .schema_output import LogConfig, PreviewConfig, SaveConfig, StateConfig
+from .schema_output import EvaluateConfig, LogConfig, PreviewConfig, SaveConfig, StateConfig
 from .types import MemorySize, StepRange
 
 LUMINA2_SYSTEM_PROMPT = (
@@ -583,4 +583,5 @@ class RunConfig:
     state: StateConfig = field(default_factory=StateConfig)
     preview: PreviewConfig = field(default_factory=PreviewConfig)
     validate: ValidateConfig = field(default_factory=ValidateConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     log: LogConfig = field(default_factory=LogConfig)
