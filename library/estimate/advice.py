@@ -106,8 +106,7 @@ def estimate_layout(
 ) -> LayoutEstimate:
     """Estimate memory and speed of a layout from a step; ``num_images`` are those of its micro-batch."""
     parts = split_model(run, layout, devices.count, devices.memory)
-    state = runs.measure_optimizer_state(layout, run)
-    memory = estimate_memory(layout, run, parts, state, runs.batch.buffered_shapes)
+    memory = estimate_memory(layout, run, parts, runs.measure_optimizer(layout, run), runs.batch.buffered_shapes)
     num_images = len(runs.batch.captions) if num_images is None else num_images
     return LayoutEstimate(
         layout, memory, estimate_images_per_second(layout, run, parts, num_images, devices), dict(savings)

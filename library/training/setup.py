@@ -56,7 +56,7 @@ from ..parallel.cuda_graphs import CudaCapture, StepGraphs
 from ..parallel.frozen_base import is_quantized_or_offloaded, quantize_and_offload_base
 from ..parallel.parallel_plan import build_parallel_plan
 from ..parallel.strategy import Strategy
-from .full_weights import build_full_modules, build_full_param_groups, format_full_summary
+from .full_weights import build_full_modules, build_full_param_groups, format_full_summary, get_trained_dtypes
 from .nan_and_oom_handling import BadSamples, NanGuard, OomRecovery
 from .network_weights import InitialWeights, keep_idle_layers, load_network_weights
 from .param_groups import build_param_groups
@@ -107,8 +107,7 @@ def load_training_pipeline(
     trained = {*family.facts.pipeline.denoisers, *encoders}
     dtype = MIXED_PRECISION_DTYPES[strategy.mixed_precision]
     dtypes = dict.fromkeys(needed, dtype)
-    if config.adapter.is_full:  # the weights that the optimizer updates
-        dtypes |= dict.fromkeys(trained, torch.bfloat16 if config.distributed.full_bf16 else torch.float32)
+    dtypes |= get_trained_dtypes(config, family)
     devices = {name: strategy.base_load_device if name in trained else strategy.device for name in needed}
     if is_quantized_or_offloaded(config.model, config.train):  # the full weights might not fit on the device
         devices |= dict.fromkeys(family.facts.pipeline.denoisers, HOST)

@@ -1,0 +1,120 @@
+"""Memory of an optimizer: its state, and what a step allocates for a while, measured on one tensor of each shape.
+
+A step on the meta device is enough for most optimizers.  Those that read values take a real one, a shape at a time.
+The state of 8-bit optimizers, whose steps need a GPU, follows from the sizes of the weights.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ..config.schema_optim import OptimConfig
+from ..errors import UserError
+from ..optim.optimizers import ParamGroup, build_optimizer, resolve_optimizer
+from ..problems import Problem
+from .meta_memory_meter import MemoryMeter
+
+BITSANDBYTES_STATES = {"Adam": 2, "AdamW": 2, "Lion": 1, "SGD": 1}
+"""Moments of each weight, by the start of the optimizer's name."""
+MIN_8BIT_SIZE, QUANTIZATION_BLOCK = 4096, 256
+"""bitsandbytes keeps the state of smaller weights in float32, and has a float32 scale for each block of larger ones."""
+
+
+@dataclass(frozen=True)
+class OptimizerMemory:
+    """Bytes that an optimizer needs for all trained weights of a run."""
+
+    state: int
+    temporaries: int = 0
+    """The most that a step over all weights allocates."""
+    largest_temporary: int = 0
+    """The most that a step over one weight allocates."""
+    is_foreach: bool = False
+    """Whether a step allocates for all its weights at once."""
+
+    def count_temporaries(self, share: float) -> int:
+        """Count what a step over a share of the weights allocates."""
+        if not self.is_foreach:
+            return self.temporaries
+        return max(self.largest_temporary, round(share * self.temporaries))
+
+
+def measure_optimizer(config: OptimConfig, groups: Sequence[ParamGroup], *, is_on_gpu: bool = True) -> OptimizerMemory:
+    """Measure state and temporaries; ``is_on_gpu``: torch's optimizers update lists of tensors at once there."""
+    counts = Counter((tuple(each.shape), each.dtype) for group in groups for each in group.parameters)
+    name = resolve_optimizer(config.optimizer_type).import_path
+    if name.startswith("bitsandbytes.optim."):
+        return OptimizerMemory(_count_bitsandbytes_state(name.rpartition(".")[2], counts))
+    is_foreach = is_on_gpu and _supports_foreach(config, {dtype for _, dtype in counts})
+    measured = {key: _measure_shape(config, *key, is_foreach=is_foreach) for key in counts}
+    temporaries = [peak for _, peak in measured.values()]
+    return OptimizerMemory(
+        state=sum(count * measured[key][0] for key, count in counts.items()),
+        temporaries=sum(count * measured[key][1] for key, count in counts.items()) if is_foreach else max(temporaries),
+        largest_temporary=max(temporaries),
+        is_foreach=is_foreach,
+    )
+
+
+def _supports_foreach(config: OptimConfig, dtypes: set[torch.dtype]) -> bool:
+    """Whether torch would update lists of tensors: where it has no fused kernels, and nothing else is asked for."""
+    weights = [nn.Parameter(torch.zeros(2, 2, dtype=dtype)) for dtype in sorted(dtypes, key=str)]
+    group = build_optimizer(config, [ParamGroup("weights", weights, config.learning_rate)]).param_groups[0]
+    return "foreach" in group and group["foreach"] is not False and not group.get("fused")
+
+
+def _measure_shape(
+    config: OptimConfig, shape: tuple[int, ...], dtype: torch.dtype, *, is_foreach: bool
+) -> tuple[int, int]:
+    """Return the bytes of state of one weight, and the most that its second step allocates."""
+    try:
+        return _measure_steps(config, torch.ones(shape, dtype=dtype, device="meta"), is_foreach=is_foreach)
+    except (RuntimeError, NotImplementedError, AttributeError, ValueError, TypeError):
+        pass  # it reads values, which the meta device has not
+    try:
+        return _measure_steps(config, torch.ones(shape, dtype=dtype), is_foreach=is_foreach)
+    except (RuntimeError, NotImplementedError, AttributeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            Problem(
+                "optimizer_type",
+                f"cannot take a step on this machine, so the size of its state is unknown ({reason})",
+                value=config.optimizer_type,
+            )
+        ) from error
+
+
+def _measure_steps(config: OptimConfig, values: Tensor, *, is_foreach: bool) -> tuple[int, int]:
+    weight = nn.Parameter(values)
+    optimizer: Any = build_optimizer(config, [ParamGroup("weight", [weight], config.learning_rate)])
+    if is_foreach:
+        optimizer.param_groups[0]["foreach"] = True
+    if callable(getattr(optimizer, "train", None)):
+        optimizer.train()
+    weight.grad = torch.full_like(weight, 1e-3)
+    optimizer.step()
+    state = [each for each in tree_leaves(optimizer.state.get(weight, {})) if isinstance(each, Tensor)]
+    with MemoryMeter(values.device, [weight, weight.grad, *state]) as meter:
+        optimizer.step()
+    return sum(each.nbytes for each in state), meter.peak
+
+
+def _count_bitsandbytes_state(name: str, counts: Counter[tuple[tuple[int, ...], torch.dtype]]) -> int:
+    """Count the moments of each weight: a byte and scales for each element of large weights, else float32."""
+    kind = name.removeprefix("Paged")
+    moments = next(
+        count
+        for start, count in BITSANDBYTES_STATES.items()
+        if kind.removesuffix("8bit") == start or kind.removesuffix("32bit") == start
+    )
+    total = 0
+    for (shape, _), count in counts.items():
+        size = torch.Size(shape).numel()
+        is_8bit = kind.endswith("8bit") and size >= MIN_8BIT_SIZE
+        total += count * moments * (size + 4 * -(-size // QUANTIZATION_BLOCK) if is_8bit else 4 * size)
+    return total
