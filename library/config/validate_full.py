@@ -66,9 +66,6 @@ def _validate_base_options(config: RunConfig) -> Iterator[Problem]:
     if option := config.preservation.active_option:
         text = "it keeps what the model predicts without the LoRA, and train full has none"
         yield Problem(option, text, "remove it", others=adapter)
-    if config.train.gpu_memory is not None:
-        text = "it chooses among options for a frozen model"
-        yield Problem("gpu_memory", f"{text}, and train full has none", "remove it", others=adapter)
 
 
 def _validate_layout(config: RunConfig) -> Iterator[Problem]:
@@ -77,9 +74,6 @@ def _validate_layout(config: RunConfig) -> Iterator[Problem]:
     sizes = {name: size for name, size in config.parallel.model_parallel_sizes.items() if size > 1}
     if "pp_size" in sizes:
         yield Problem("pp_size", "not supported with train full", fix, value=str(sizes["pp_size"]), others=adapter)
-    if "tp_size" in sizes and "cp_size" in sizes:
-        text, others = "with cp_size it is not supported with train full", ("cp_size", *adapter)
-        yield Problem("tp_size", text, "use one of the two", value=str(sizes["tp_size"]), others=others)
     if config.sharding.fsdp_offload_params and config.distributed.mixed_precision == "fp16":
         text = "fp16 scales gradients on the device, and fsdp_offload_params keeps those of train full in host memory"
         yield Problem("mixed_precision", text, "use bf16 or no", value="fp16", others=("fsdp_offload_params", *adapter))

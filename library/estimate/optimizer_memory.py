@@ -50,22 +50,34 @@ def measure_optimizer(config: OptimConfig, groups: Sequence[ParamGroup], *, is_o
     name = resolve_optimizer(config.optimizer_type).import_path
     if name.startswith("bitsandbytes.optim."):
         return OptimizerMemory(_count_bitsandbytes_state(name.rpartition(".")[2], counts))
-    is_foreach = is_on_gpu and _supports_foreach(config, {dtype for _, dtype in counts})
+    group = _build_optimizer(config, [torch.zeros(2, 2, dtype=dtype) for _, dtype in counts]).param_groups[0]
+    is_fused, prefers_foreach = bool(group.get("fused")), is_on_gpu and group.get("foreach", False) is None
+    dtype = next((dtype for _, dtype in counts if dtype != torch.float32), torch.float32)
+    is_foreach = not is_fused and _allocates_for_all(config, dtype, is_foreach=prefers_foreach)
     measured = {key: _measure_shape(config, *key, is_foreach=is_foreach) for key in counts}
-    temporaries = [peak for _, peak in measured.values()]
+    temporaries = [0 if is_fused else peak for _, peak in measured.values()]
+    together = sum(count * peak for count, peak in zip(counts.values(), temporaries, strict=True))
     return OptimizerMemory(
         state=sum(count * measured[key][0] for key, count in counts.items()),
-        temporaries=sum(count * measured[key][1] for key, count in counts.items()) if is_foreach else max(temporaries),
+        temporaries=together if is_foreach else max(temporaries),
         largest_temporary=max(temporaries),
         is_foreach=is_foreach,
     )
 
 
-def _supports_foreach(config: OptimConfig, dtypes: set[torch.dtype]) -> bool:
-    """Whether torch would update lists of tensors: where it has no fused kernels, and nothing else is asked for."""
-    weights = [nn.Parameter(torch.zeros(2, 2, dtype=dtype)) for dtype in sorted(dtypes, key=str)]
-    group = build_optimizer(config, [ParamGroup("weights", weights, config.learning_rate)]).param_groups[0]
-    return "foreach" in group and group["foreach"] is not False and not group.get("fused")
+def _build_optimizer(config: OptimConfig, values: Sequence[Tensor]) -> Any:
+    weights = [nn.Parameter(each) for each in values]
+    return build_optimizer(config, [ParamGroup("weights", weights, config.learning_rate)])
+
+
+def _allocates_for_all(config: OptimConfig, dtype: torch.dtype, *, is_foreach: bool) -> bool:
+    """Whether a step over two weights allocates more at once than a step over one of them."""
+    values = [torch.zeros(8, 8, dtype=dtype) for _ in range(2)]
+    try:
+        one, both = (_measure_steps(config, values[:count], is_foreach=is_foreach)[1] for count in (1, 2))
+    except (RuntimeError, NotImplementedError, AttributeError, ValueError):
+        return False  # the steps that are measured say what is wrong
+    return 2 * both > 3 * one
 
 
 def _measure_shape(
@@ -73,11 +85,11 @@ def _measure_shape(
 ) -> tuple[int, int]:
     """Return the bytes of state of one weight, and the most that its second step allocates."""
     try:
-        return _measure_steps(config, torch.ones(shape, dtype=dtype, device="meta"), is_foreach=is_foreach)
+        return _measure_steps(config, [torch.ones(shape, dtype=dtype, device="meta")], is_foreach=is_foreach)
     except (RuntimeError, NotImplementedError, AttributeError, ValueError, TypeError):
         pass  # it reads values, which the meta device has not
     try:
-        return _measure_steps(config, torch.ones(shape, dtype=dtype), is_foreach=is_foreach)
+        return _measure_steps(config, [torch.ones(shape, dtype=dtype)], is_foreach=is_foreach)
     except (RuntimeError, NotImplementedError, AttributeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
@@ -89,17 +101,19 @@ def _measure_shape(
         ) from error
 
 
-def _measure_steps(config: OptimConfig, values: Tensor, *, is_foreach: bool) -> tuple[int, int]:
-    weight = nn.Parameter(values)
-    optimizer: Any = build_optimizer(config, [ParamGroup("weight", [weight], config.learning_rate)])
-    if is_foreach:
+def _measure_steps(config: OptimConfig, values: Sequence[Tensor], *, is_foreach: bool) -> tuple[int, int]:
+    """Return the bytes of state of some weights, and the most that their second step allocates."""
+    optimizer = _build_optimizer(config, values)
+    weights: list[Any] = optimizer.param_groups[0]["params"]
+    if is_foreach and "foreach" in optimizer.param_groups[0]:
         optimizer.param_groups[0]["foreach"] = True
     if callable(getattr(optimizer, "train", None)):
         optimizer.train()
-    weight.grad = torch.full_like(weight, 1e-3)
+    for weight in weights:
+        weight.grad = torch.full_like(weight, 1e-3)
     optimizer.step()
-    state = [each for each in tree_leaves(optimizer.state.get(weight, {})) if isinstance(each, Tensor)]
-    with MemoryMeter(values.device, [weight, weight.grad, *state]) as meter:
+    state = [each for each in tree_leaves([*optimizer.state.values()]) if isinstance(each, Tensor)]
+    with MemoryMeter(values[0].device, [*weights, *(each.grad for each in weights), *state]) as meter:
         optimizer.step()
     return sum(each.nbytes for each in state), meter.peak
 
@@ -107,11 +121,7 @@ def _measure_steps(config: OptimConfig, values: Tensor, *, is_foreach: bool) -> 
 def _count_bitsandbytes_state(name: str, counts: Counter[tuple[tuple[int, ...], torch.dtype]]) -> int:
     """Count the moments of each weight: a byte and scales for each element of large weights, else float32."""
     kind = name.removeprefix("Paged")
-    moments = next(
-        count
-        for start, count in BITSANDBYTES_STATES.items()
-        if kind.removesuffix("8bit") == start or kind.removesuffix("32bit") == start
-    )
+    moments = BITSANDBYTES_STATES.get(kind.removesuffix("8bit").removesuffix("32bit"), 2)
     total = 0
     for (shape, _), count in counts.items():
         size = torch.Size(shape).numel()

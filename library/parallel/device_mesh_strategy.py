@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..adapters.token_layout import ShardedTokens
@@ -58,6 +59,9 @@ class DeviceMeshStrategy(Strategy):
                 self.optimizer_sharding_engine = "tensor parallelism"
                 self._sharded = TensorParallelWeights(tp_group, self.device)
             self.tensor_parallel = TensorParallel.from_group(tp_group, self._sharded)
+        names = ("dp", "cp") if self._sharded is not None and dims.cp > 1 else ("dp",)
+        self._replica_group = (self.mesh[names]._flatten() if len(names) > 1 else self.mesh[names]).get_group()
+        """The ranks that have the same part of what tensor parallelism shards."""
         self._compilation: Compilation | None = None
         self.context_parallel = None
         if dims.cp > 1:
@@ -139,7 +143,7 @@ class DeviceMeshStrategy(Strategy):
             partial,
             include_missing=include_missing,
             sharded=sharded,
-            replica_group=self.mesh.get_group("dp"),
+            replica_group=self._replica_group,
         )
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
@@ -149,12 +153,12 @@ class DeviceMeshStrategy(Strategy):
 
     @property
     def shard_rank(self) -> int:
-        return super().shard_rank if self._sharded is None else self._sharded.group.rank()
+        rank = super().shard_rank
+        return rank if self._sharded is None else rank * self.dims.tp + self._sharded.group.rank()
 
     def sum_over_shards(self, values: Tensor) -> Tensor:
-        if self._sharded is None:
-            return super().sum_over_shards(values)
-        return sum_over_group(values, self.device, self._sharded.group)
+        total = super().sum_over_shards(values)
+        return total if self._sharded is None else sum_over_group(total, self.device, self._sharded.group)
 
     def count_copies(self, weight: nn.Parameter) -> int:
         return 1 if self._sharded is None or weight in self._sharded else self.dims.tp
@@ -169,7 +173,7 @@ class DeviceMeshStrategy(Strategy):
         return lambda: sharded.gather(weight, weight)
 
     def gather_state(self, weight: nn.Parameter, values: Tensor) -> Tensor:
-        if self._sharded is None or weight not in self._sharded:
+        if self._sharded is None or not (weight in self._sharded or isinstance(values, DTensor)):
             return values
         whole = self._sharded.gather(weight, values)
         return whole.to(HOST) if self.comm.is_main else values

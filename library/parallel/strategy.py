@@ -242,6 +242,11 @@ class Strategy(ABC):
         return find_straggler(self.comm.all_gather_tensor(times).tolist())
 
     @property
+    def writes_shards(self) -> bool:
+        """Whether checkpoints have the parts of each rank, and not whole weights that the main rank gathers."""
+        return self.shard_group is not None
+
+    @property
     def shard_rank(self) -> int:
         """The number of this rank's part of the trained weights; ranks with the same part hold equal bits."""
         return 0 if self.shard_group is None else self.shard_group.rank()

@@ -5,15 +5,17 @@ needs whole weights, one at a time.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from .parallel_plan import TensorParallelPlan
 from .quantize import Ranges, take_ranges
+from .sharded_weights import gather_shards
 
 HEAD_NORM_PATTERN = re.compile(r"\.(norm_(added_)?[qk]|(added_)?[qk]_norm)\.")
 """Norms of the heads of an attention layer: their weights are whole on each rank, which applies them to its heads."""
@@ -55,6 +57,10 @@ class TensorParallelWeights:
         """Remember the layout of a weight."""
         self._layouts[weight] = layout
 
+    def replace(self, parameters: Mapping[Tensor, Tensor]) -> None:
+        """Take over the layouts for the parameters that FSDP put in the place of others."""
+        self._layouts = {parameters.get(weight, weight): layout for weight, layout in self._layouts.items()}
+
     def __contains__(self, weight: object) -> bool:
         return weight in self._layouts
 
@@ -73,7 +79,9 @@ class TensorParallelWeights:
 
     @torch.no_grad()
     def gather(self, weight: Tensor, values: Tensor) -> Tensor:
-        """Gather values of the shape of this rank's part of ``weight``; a collective of the group."""
+        """Gather values of the shape of this rank's part of ``weight``, which FSDP may shard; a collective."""
+        if isinstance(values, DTensor):
+            values = gather_shards(values)
         layout = self._layouts.get(weight)
         if layout is None or values.shape != weight.shape:
             return values

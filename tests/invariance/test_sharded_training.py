@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from training_runs import even_dataset, train
 
 from library.config import parse_config
-from library.distributed.parallel_dims import validate_parallel_dims
 from library.distributed.validate_sharding import validate_deepspeed
 from library.distributed.world import World
 from library.models.families import FAMILIES as FAMILIES_BY_NAME
@@ -169,17 +168,6 @@ def test_optimizers_that_need_whole_weights_are_refused_by_name_with_the_reason(
         f"--optimizer_type {name}: needs whole tensors{reason}, but FSDP shards them over processes; use AdamW, Adam,"
         " SGD or Lion, or train lora"
     ]
-
-
-@pytest.mark.quick
-def test_tensor_parallelism_with_fsdp_is_refused_for_trained_weights():
-    config = parse_config("--train full --fsdp --tp_size 2".split()).config
-    assert format_lines(validate_parallel_dims(config, World(world_size=4))) == [
-        "--tp_size 2: with FSDP it is not supported with train full; use one of the two"
-    ]
-    launched = World(world_size=4, engines=("FSDP",))
-    assert [*validate_parallel_dims(parse_config("--train full --tp_size 2".split()).config, launched)]
-    assert not [*validate_parallel_dims(parse_config("--fsdp --tp_size 2".split()).config, launched)]
 
 
 @pytest.mark.quick

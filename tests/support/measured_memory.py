@@ -19,6 +19,7 @@ from torch.nn import functional
 from benchmarks.synthetic_run import CAPTION, load_training_options, write_dataset
 from benchmarks.synthetic_run import build_run as build_synthetic_run
 from library.config import RunConfig
+from library.estimate import meta_memory_meter
 from library.estimate.layout_search import LayoutEstimate, estimate_layouts
 from library.estimate.memory_estimate import MemoryEstimate
 from library.estimate.meta_run import LargestBatch
@@ -184,7 +185,12 @@ def estimate_full_step(world_size: int, *flags: str) -> MemoryEstimate:
     layouts, problems = LayoutFinder(config, explicit, model, world_size).find_layouts()
     assert layouts, problems
     runs = MetaRuns(model, batch, is_on_gpu=False)
-    return estimate_layouts(layouts[:1], model, batch, Devices(world_size, 2**40), runs=runs)[0].memory
+    float32_on_gpus = meta_memory_meter.FLOAT32_OPS
+    meta_memory_meter.FLOAT32_OPS = {functional.mse_loss, functional.l1_loss}  # autocast leaves norms alone on CPUs
+    try:
+        return estimate_layouts(layouts[:1], model, batch, Devices(world_size, 2**40), runs=runs)[0].memory
+    finally:
+        meta_memory_meter.FLOAT32_OPS = float32_on_gpus
 
 
 def _measure_parts(run: Any) -> tuple[int, int, int, int]:
