@@ -15,6 +15,7 @@ from ..distributed.fsdp_settings import FSDPSettings
 from ..optim.fused_backward import COLLECTED_SHARE, MAX_COLLECTED_BYTES
 from ..parallel.deepspeed.engine import FULL_BUCKET_SIZE
 from ..parallel.fsdp import find_fsdp_blocks
+from ..parallel.gradient_sync import MAX_FLAT_ELEMENTS
 from .meta_run import MetaRun
 from .optimizer_memory import OptimizerMemory
 from .parallel_layouts import ParallelLayout
@@ -52,18 +53,22 @@ def estimate_full_training(layout: ParallelLayout, run: MetaRun, optimizer: Opti
         return FullBytes(weights, gradients, optimizer.state, activations)
     is_ddp = layout.dims.dp > 1 and layout.dims.model_parallel_size == 1
     has_bucket_view = is_ddp and layout.config.distributed.ddp_gradient_as_bucket_view
-    peak = _find_peak(step, weights, optimizer, run.encoding_peak, has_gradients=accumulates or has_bucket_view)
+    after_backward = optimizer.temporaries
+    if layout.dims.model_parallel_size > 1:  # gradients are copied into flat tensors for their all-reduce
+        after_backward = max(after_backward, min(weights, MAX_FLAT_ELEMENTS * weights // run.trainable_elements))
+    has_gradients = accumulates or has_bucket_view
+    peak = _find_peak(step, weights, after_backward, run.encoding_peak, has_gradients=has_gradients)
     buffers = weights if is_ddp and not has_bucket_view else 0
     return FullBytes(weights, weights, optimizer.state, peak - weights, buffers=buffers)
 
 
 def _find_peak(
-    step: StepMemory, gradients: int, optimizer: OptimizerMemory, encoding_peak: int, *, has_gradients: bool
+    step: StepMemory, gradients: int, after_backward: int, encoding_peak: int, *, has_gradients: bool
 ) -> int:
-    """Find the peak of gradients and of what is allocated for a while: in encoding, the step, or the optimizer's."""
+    """Find the peak of gradients and of what is allocated for a while: in encoding, the step, or after backward."""
     if has_gradients:
-        return gradients + max(step.peak, encoding_peak, optimizer.temporaries)
-    return max(step.peak_with_gradients, encoding_peak, gradients + optimizer.temporaries)
+        return gradients + max(step.peak, encoding_peak, after_backward)
+    return max(step.peak_with_gradients, encoding_peak, gradients + after_backward)
 
 
 def count_collected_bytes(sizes: Sequence[int]) -> int:

@@ -36,6 +36,7 @@ from ..parallel.parallel_plan import Activations, build_parallel_plan
 from ..parallel.pipeline_stages import StageRunner
 from ..parallel.quantize import FrozenConv2d, FrozenLinear
 from ..parallel.tensor_parallel import TensorParallel
+from ..parallel.tensor_parallel_weights import TensorParallelWeights
 from ..training.full_weights import build_full_modules, build_full_param_groups, get_trained_dtypes
 from ..training.network_weights import InitialWeights, add_training_adapter, read_initial_weights
 from ..training.param_groups import build_param_groups
@@ -364,7 +365,9 @@ class MetaRun:
         plan = build_parallel_plan(self.family, self.denoiser)
         self.chain = plan.block_sequence
         if tp_group.size > 1:
-            TensorParallel(0, tp_group.size, tp_group.all_reduce).shard_layers(self.denoiser, plan.tensor_parallel)
+            weights = TensorParallelWeights(None, META) if self.adapter is None else None
+            sharding = TensorParallel(0, tp_group.size, tp_group.all_reduce, weights)
+            sharding.shard_layers(self.denoiser, plan.tensor_parallel)
         context = _MetaContextParallel(cp_group, self._dtype) if cp_group.size > 1 else None
         if context is not None:
             context.wrap_blocks(self.denoiser, plan)

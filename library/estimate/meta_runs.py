@@ -52,7 +52,8 @@ class MetaRuns:
         Layouts that partition trained weights take their share of it.
         """
         config = layout.config
-        key = config.optim.optimizer_type, config.optim.optimizer_args, config.distributed.full_bf16
+        optim = config.optim.optimizer_type, config.optim.optimizer_args
+        key = *optim, config.distributed.full_bf16, run.trainable_elements
         if key not in self._optimizers:
             with disable_logging():
                 groups = run.build_param_groups()

@@ -46,12 +46,19 @@ class WeightLayout:
 class TensorParallelWeights:
     """The layouts of the sharded weights of a model."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device):
-        self.group, self._device = group, device
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device):
+        """``group`` gathers weights; without one they are only taken apart."""
+        self._group, self._device = group, device
         self._layouts = dict[Tensor, WeightLayout]()
         self._stand_ins = dict[Tensor, Tensor]()
         self._weights = dict[Tensor, Tensor]()
         """The weights by their stand-ins."""
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The tensor-parallel ranks."""
+        assert self._group is not None
+        return self._group
 
     def add(self, weight: nn.Parameter, layout: WeightLayout) -> None:
         """Remember the layout of a weight."""

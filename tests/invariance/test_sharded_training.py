@@ -107,6 +107,8 @@ LAYOUTS = [
     (2, f"{ZERO_3} --offload_optimizer_device cpu --offload_param_device cpu --gradient_checkpointing", ("flux",)),
     (2, "--cp_size 2 --train_batch_size 2", ("flux",)),
     (4, "--tp_size 2 --train_batch_size 2", ("flux",)),
+    (4, "--tp_size 2 --fsdp --train_batch_size 2", FAMILIES),
+    (4, "--tp_size 2 --cp_size 2 --train_batch_size 4 --gradient_accumulation_steps 1", ("flux",)),
     (4, "--cp_size 2 --fsdp --train_batch_size 2", ("flux",)),
 ]
 
