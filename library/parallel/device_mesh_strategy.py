@@ -163,6 +163,9 @@ class DeviceMeshStrategy(Strategy):
     def count_copies(self, weight: nn.Parameter) -> int:
         return 1 if self._sharded is None or weight in self._sharded else self.dims.tp
 
+    def list_positions(self, weight: Tensor) -> Tensor:
+        return super().list_positions(weight) if self._sharded is None else self._sharded.list_positions(weight)
+
     def get_stand_in(self, weight: Tensor) -> Tensor:
         return super().get_stand_in(weight) if self._sharded is None else self._sharded.get_stand_in(weight)
 

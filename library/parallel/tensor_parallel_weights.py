@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from .parallel_plan import TensorParallelPlan
 from .quantize import Ranges, take_ranges
-from .sharded_weights import gather_shards
+from .sharded_weights import gather_shards, get_local_shard, list_shard_positions
 
 HEAD_NORM_PATTERN = re.compile(r"\.(norm_(added_)?[qk]|(added_)?[qk]_norm)\.")
 """Norms of the heads of an attention layer: their weights are whole on each rank, which applies them to its heads."""
@@ -71,6 +71,12 @@ class TensorParallelWeights:
     def __contains__(self, weight: object) -> bool:
         return weight in self._layouts
 
+    def list_positions(self, weight: Tensor) -> Tensor:
+        """List the places of this rank's elements in a whole weight, flat, as int32; FSDP may shard its part again."""
+        layout = self._layouts.get(weight)
+        device = get_local_shard(weight).device
+        return list_shard_positions(weight, None if layout is None else list_part_positions(layout, device))
+
     def get_stand_in(self, weight: Tensor) -> Tensor:
         """Return a meta tensor of the shape of a sharded weight; another weight is returned as it is."""
         if weight not in self._layouts:
@@ -102,6 +108,12 @@ class TensorParallelWeights:
         if layout is None or whole.shape not in (layout.shape, (layout.shape.numel(),)):
             return whole
         return layout.take(whole.reshape(layout.shape))
+
+
+def list_part_positions(layout: WeightLayout, device: torch.device) -> Tensor:
+    """List the places of this rank's elements in the whole weight, as int32, in the shape of the part."""
+    places = torch.arange(layout.shape.numel(), dtype=torch.int32, device=device)
+    return layout.take(places.view(layout.shape))
 
 
 def iter_head_norms(model: nn.Module, plan: TensorParallelPlan) -> Iterator[nn.Parameter]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..adapters import injection
+from ..adapters.component_key_names import clean_parameter_name
 from ..adapters.dropout_and_max_norm import LoraDropout, MaxNormRegularizer
 from ..adapters.precision import cast_trainable_parameters, leave_input_casts_to_autocast
 from ..atomic_files import find_write_error
@@ -48,8 +49,9 @@ from ..models.trained_components import (
 )
 from ..optim import lr_schedulers, optimizers
 from ..optim.ema import AdapterEMA
-from ..optim.fused_backward import FusedBackward
-from ..optim.validate_optimizer import find_learning_rate_warnings
+from ..optim.fused_backward import FusedBackward, PartialStep
+from ..optim.stochastic_rounding import StochasticRounding
+from ..optim.validate_optimizer import find_learning_rate_warnings, is_divisible
 from ..parallel.activation_checkpointing import enable_activation_checkpointing
 from ..parallel.async_copy import CopyStream
 from ..parallel.cuda_graphs import CudaCapture, StepGraphs
@@ -195,14 +197,28 @@ def _build_ema(config: OptimConfig, trainable: Sequence[nn.Parameter], strategy:
 
 def _prepare_steps(config: RunConfig, strategy: Strategy, model: nn.Module, optimizer: Any) -> None:
     """Let the strategy update weights within the backward pass, or capture the micro-batches, if asked for."""
+    rounding = _build_rounding(config, strategy, model, optimizer)
     if config.full.fused_backward_pass:  # accelerate's wrapper steps all weights
-        strategy.fused_backward = FusedBackward(optimizer.optimizer, config.optim.max_grad_norm)
+        strategy.fused_backward = FusedBackward(optimizer.optimizer, config.optim.max_grad_norm, rounding)
         if config.optim.max_grad_norm:
             message = "fused backward pass: max_grad_norm %g limits the norm of each gradient on its own, not of all"
             logger.info(message, config.optim.max_grad_norm)
+    elif rounding is not None:
+        divisible = is_divisible(config.optim)
+        strategy.partial_step = PartialStep(optimizer.optimizer, rounding, is_divisible=divisible)
     if strategy.uses_cuda_graphs:
         autocast, capture = strategy.accelerator.autocast, CudaCapture(strategy.device)
         strategy.step_graphs = StepGraphs(strategy.unwrap_model(model), autocast, capture)
+
+
+def _build_rounding(
+    config: RunConfig, strategy: Strategy, model: nn.Module, optimizer: Any
+) -> StochasticRounding | None:
+    """Build what rounds bf16 weights stochastically; None for others, or if they are to be rounded to nearest."""
+    if not (config.adapter.is_full and config.distributed.full_bf16 and config.full.stochastic_rounding):
+        return None
+    names = {weight: clean_parameter_name(name) for name, weight in strategy.iter_trained_weights(model)}
+    return StochasticRounding(optimizer.optimizer, config.train.seed, names, strategy.list_positions)
 
 
 def _select_trained_weights(

@@ -68,6 +68,7 @@ class LaunchCase:
         ]
 
 
+FULL = ("--train", "full", "--learning_rate", "1e-3")
 FSDP = ("--use_fsdp", "--fsdp_version", "2")
 ZERO = ("--use_deepspeed", "--zero_stage")
 LAUNCH_CASES: Mapping[str, LaunchCase] = {
@@ -80,6 +81,9 @@ LAUNCH_CASES: Mapping[str, LaunchCase] = {
     "ZeRO 3 in host memory": LaunchCase(
         2, (*ZERO, "3", "--offload_optimizer_device", "cpu", "--offload_param_device", "cpu")
     ),
+    "full": LaunchCase(1, (), FULL),
+    "full, FSDP": LaunchCase(2, FSDP, FULL),
+    "full, ZeRO 3": LaunchCase(2, (*ZERO, "3"), FULL),
 }
 
 
@@ -185,18 +189,24 @@ def _assert_success(run: "subprocess.Popen[bytes]", folder: Path) -> None:
 
 
 def compare(expected: Path, actual: Path) -> tuple[float, bool, bool]:
-    """The largest difference of adapter and EMA, and whether the checkpoint and all metrics are bitwise equal."""
-    names = ("lora.safetensors", "lora-ema.safetensors")
+    """The largest difference of what is trained and its EMA, and whether checkpoint and all metrics are equal bits."""
     max_difference = max(
-        max_relative_difference(load_file(expected / name), load_file(actual / name)) for name in names
+        max_relative_difference(_read_tensors(expected, name), _read_tensors(actual, name))
+        for name in ("lora", "lora-ema")
     )
-    expected_state, actual_state = (
-        load_file(folder / "lora-state" / "tensors.safetensors") for folder in (expected, actual)
-    )
+    expected_state, actual_state = (_read_tensors(folder, "lora-state") for folder in (expected, actual))
     same_state = expected_state.keys() == actual_state.keys() and all(
         torch.equal(expected_state[key], actual_state[key]) for key in expected_state
     )
     return max_difference, same_state, read_metrics(expected) == read_metrics(actual)
+
+
+def _read_tensors(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    """Read a file of tensors, or all of those in a folder: a whole model, or a checkpoint with the parts of ranks."""
+    paths = [folder / f"{name}.safetensors"] if (folder / f"{name}.safetensors").exists() else []
+    paths = paths or sorted((folder / name).rglob("*.safetensors"))
+    assert paths, f"{folder / name} has no tensors"
+    return {f"{path.relative_to(folder)}/{key}": each for path in paths for key, each in load_file(path).items()}
 
 
 def print_line(text: str) -> None:
@@ -207,7 +217,7 @@ def print_line(text: str) -> None:
 def main(name: str, kills: int, seed: int) -> None:
     random_state, work_folder = random.Random(seed), Path(tempfile.mkdtemp(prefix="kills-"))
     data = write_images(work_folder / "data", {(96, 64): 9, (64, 96): 6})
-    reference = name if name != "relay" else "DDP"
+    reference = {"relay": "DDP", "full relay": "full"}.get(name, name)
     start, uninterrupted = time.monotonic(), work_folder / "whole"
     uninterrupted.mkdir()
     run = start_run(LAUNCH_CASES[reference], data, uninterrupted)
@@ -217,7 +227,10 @@ def main(name: str, kills: int, seed: int) -> None:
     print_line(f"{name}: {seconds:.1f} s uninterrupted; {work_folder}")
 
     def iter_names() -> Iterator[str]:
-        names = [name] if name != "relay" else random_state.sample(list(LAUNCH_CASES), len(LAUNCH_CASES))
+        names = [name]
+        if name.endswith("relay"):
+            cases = [each for each in LAUNCH_CASES if each.startswith("full") == name.startswith("full")]
+            names = random_state.sample(cases, len(cases))
         while True:
             yield from names
 

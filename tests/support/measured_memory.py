@@ -232,7 +232,11 @@ if __name__ == "__main__":
             sys.stdout.write(f"{memory}\n")
         else:
             estimated = estimate_step(processes, *flags)
-        measured = max(run_on_ranks(processes, measure_full_step if is_full else measure_step, Path(folder), *flags))
+        measure = measure_full_step if is_full else measure_step
+        if processes > 1:
+            measured = max(run_on_ranks(processes, measure, Path(folder), *flags))
+        else:  # ranks are killed after some minutes, and a step of a published size takes longer
+            measured = measure(Path(folder), *flags)
     sys.stdout.write(
         f"{' '.join(sys.argv[1:])}: estimated {estimated / 1e6:.1f} MB, allocated {measured / 1e6:.1f} MB,"
         f" {100 * (estimated / measured - 1):+.1f} %\n"
