@@ -53,7 +53,7 @@ def estimate_full_training(layout: ParallelLayout, run: MetaRun, optimizer: Opti
         return FullBytes(weights, gradients, optimizer.state, activations)
     is_ddp = layout.dims.dp > 1 and layout.dims.model_parallel_size == 1
     has_bucket_view = is_ddp and layout.config.distributed.ddp_gradient_as_bucket_view
-    after_backward = optimizer.temporaries
+    after_backward = optimizer.count_temporaries()
     if layout.dims.model_parallel_size > 1:  # gradients are copied into flat tensors for their all-reduce
         after_backward = max(after_backward, min(weights, MAX_FLAT_ELEMENTS * weights // run.trainable_elements))
     has_gradients = accumulates or has_bucket_view
@@ -99,7 +99,7 @@ def _estimate_fsdp(
     growth = round(share * max(0, step.peak_with_gradients - step.peak))
     accumulates = layout.config.train.gradient_accumulation_steps > 1
     body = max(step.forward_peak, step.saved + step.backward_peak + reduced) + (weights if accumulates else growth)
-    peak = max(body, run.encoding_peak, weights + round(share * optimizer.temporaries))
+    peak = max(body, run.encoding_peak, weights + optimizer.count_temporaries(share))
     if sharding.offload_params:
         return FullBytes(0, 0, 0, max(step.peak + reduced, run.encoding_peak), gathered)
     state = round(share * optimizer.state)

@@ -53,11 +53,14 @@ class MetaRuns:
         """
         config = layout.config
         optim = config.optim.optimizer_type, config.optim.optimizer_args
-        key = *optim, config.distributed.full_bf16, run.trainable_elements
+        is_rounded = config.adapter.is_full and config.distributed.full_bf16 and config.full.stochastic_rounding
+        key = *optim, config.distributed.full_bf16, is_rounded, run.trainable_elements
         if key not in self._optimizers:
             with disable_logging():
                 groups = run.build_param_groups()
-                self._optimizers[key] = measure_optimizer(config.optim, groups, is_on_gpu=self.is_on_gpu)
+                self._optimizers[key] = measure_optimizer(
+                    config.optim, groups, is_on_gpu=self.is_on_gpu, is_rounded=is_rounded
+                )
         return self._optimizers[key]
 
     def remove(self, layout: ParallelLayout) -> None:
@@ -69,7 +72,9 @@ class MetaRuns:
         step_config = replace(config, cache=_get_step_cache(config.cache, config.adapter), **_NO_LAYOUT)
         if config.adapter.is_full:  # what updates the weights does not change the step
             optim = replace(config.optim, optimizer_type="", optimizer_args=())
-            step_config = replace(step_config, optim=optim, full=replace(config.full, fused_backward_pass=False))
+            step_config = replace(
+                step_config, optim=optim, full=replace(config.full, fused_backward_pass=False, stochastic_rounding=True)
+            )
         return repr(step_config), get_partition(layout, self.model)
 
 

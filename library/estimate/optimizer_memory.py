@@ -6,7 +6,7 @@ The state of 8-bit optimizers, whose steps need a GPU, follows from the sizes of
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from ..config.schema_optim import OptimConfig
 from ..errors import UserError
 from ..optim.optimizers import ParamGroup, build_optimizer, resolve_optimizer
+from ..optim.stochastic_rounding import MAX_ELEMENTS
 from ..problems import Problem
 from .meta_memory_meter import MemoryMeter
 
@@ -23,6 +24,10 @@ BITSANDBYTES_STATES = {"Adam": 2, "AdamW": 2, "Lion": 1, "SGD": 1}
 """Moments of each weight, by the start of the optimizer's name."""
 MIN_8BIT_SIZE, QUANTIZATION_BLOCK = 4096, 256
 """bitsandbytes keeps the state of smaller weights in float32, and has a float32 scale for each block of larger ones."""
+
+
+ROUNDING_BYTES = 24
+"""Bytes for each element of a weight while it is rounded: positions, random bits, and copies of both."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +41,39 @@ class OptimizerMemory:
     """The most that a step over one weight allocates."""
     is_foreach: bool = False
     """Whether a step allocates for all its weights at once."""
+    elements: int = 0
+    """Elements of all weights, where they are rounded stochastically."""
+    largest: int = 0
+    """Elements of the largest of them."""
 
-    def count_temporaries(self, share: float) -> int:
+    def count_temporaries(self, share: float = 1.0) -> int:
         """Count what a step over a share of the weights allocates."""
+        if not self.elements:
+            return self._count_own(share)
+        held = min(max(MAX_ELEMENTS, self.largest), max(self.largest, round(share * self.elements)))
+        copies = round(held * (8 + self.state / self.elements))  # weights and gradients in float32, and the moments
+        return copies + max(2 * self._count_own(held / self.elements), ROUNDING_BYTES * self.largest)
+
+    def _count_own(self, share: float) -> int:
+        """Count what the optimizer itself allocates."""
         if not self.is_foreach:
             return self.temporaries
         return max(self.largest_temporary, round(share * self.temporaries))
 
 
-def measure_optimizer(config: OptimConfig, groups: Sequence[ParamGroup], *, is_on_gpu: bool = True) -> OptimizerMemory:
-    """Measure state and temporaries; ``is_on_gpu``: torch's optimizers update lists of tensors at once there."""
+def measure_optimizer(
+    config: OptimConfig, groups: Sequence[ParamGroup], *, is_on_gpu: bool = True, is_rounded: bool = False
+) -> OptimizerMemory:
+    """Measure state and temporaries; ``is_on_gpu``: torch's optimizers update lists of tensors at once there.
+
+    ``is_rounded``: weights are rounded stochastically, and held in float32 for that, some at a time.
+    """
+    found = _measure(config, groups, is_on_gpu=is_on_gpu)
+    sizes = [each.numel() for group in groups for each in group.parameters]
+    return replace(found, elements=sum(sizes), largest=max(sizes)) if is_rounded else found
+
+
+def _measure(config: OptimConfig, groups: Sequence[ParamGroup], *, is_on_gpu: bool) -> OptimizerMemory:
     counts = Counter((tuple(each.shape), each.dtype) for group in groups for each in group.parameters)
     name = resolve_optimizer(config.optimizer_type).import_path
     if name.startswith("bitsandbytes.optim."):

@@ -31,8 +31,8 @@ def hash_positions(positions: Tensor, key: int) -> Tensor:
     mixed = positions * FACTORS[0]
     mixed += _to_int32(key)
     mixed ^= (mixed >> 16) & 0xFFFF
-    mixed *= FACTORS[1]
     mixed ^= _to_int32(key >> 31)
+    mixed *= FACTORS[1]
     mixed ^= (mixed >> 13) & 0x7FFFF
     mixed *= FACTORS[2]
     mixed ^= (mixed >> 16) & 0xFFFF

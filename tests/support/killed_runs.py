@@ -1,8 +1,9 @@
 """Kill launched runs at random moments, resume them, and compare the result with an uninterrupted run.
 
 ``PYTHONPATH=. python tests/support/killed_runs.py "ZeRO 3" 6`` kills a ZeRO 3 run six times; with ``relay`` instead of a
-name, each resume uses another strategy.  Half of the kills hit the launcher and all its processes at once, the other
-half one training process, so that the other ranks have to detect the failure.
+name, each resume uses another strategy, with ``full relay`` another of those of ``--train full``.  Half of the kills
+hit the launcher and all its processes at once, the other half one training process, so that the other ranks have to
+detect the failure.
 """
 
 import os
