@@ -357,8 +357,9 @@ class MetaRun:
 
     def _watch_gradients(self) -> None:
         """Count gradients of the model's own weights when backward has computed them."""
-        for parameter in self.trainable if self.adapter is None else ():
-            parameter.register_post_accumulate_grad_hook(self._recorder.add_gradient)
+        weights: list[Any] = self.trainable if self.adapter is None else []
+        for weight in weights:
+            weight.register_post_accumulate_grad_hook(self._recorder.add_gradient)
 
     def _partition(self, tp_group: FakeGroup, cp_group: FakeGroup, pipeline: bool) -> None:
         """Apply TP, CP and PP in the order of training, in which the last wrapper of a block is the outermost."""

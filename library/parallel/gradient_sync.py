@@ -129,7 +129,8 @@ def all_reduce_replicated(
                 gradient /= group.size()
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).to(device)
         dist.all_reduce(flat, group=group)
-        for gradient, part in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
+        parts = torch.split(flat, [gradient.numel() for gradient in gradients])
+        for gradient, part in zip(gradients, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
 
 

@@ -217,7 +217,8 @@ def _build_rounding(
     """Build what rounds bf16 weights stochastically; None for others, or if they are to be rounded to nearest."""
     if not (config.adapter.is_full and config.distributed.full_bf16 and config.full.stochastic_rounding):
         return None
-    names = {weight: clean_parameter_name(name) for name, weight in strategy.iter_trained_weights(model)}
+    weights = strategy.iter_trained_weights(model)
+    names: dict[torch.Tensor, str] = {weight: clean_parameter_name(name) for name, weight in weights}
     return StochasticRounding(optimizer.optimizer, config.train.seed, names, strategy.list_positions)
 
 
