@@ -137,7 +137,7 @@ def _estimate_zero(
         return FullBytes(weights, gradients, state, activations, buffers=count_zero_buckets(zero, ZERO_BUCKET_SIZE))
     whole, gathered = shard_by_zero3(run.trainable, weights, zero, ranks)
     buckets = count_zero_buckets(zero, min(elements, FULL_BUCKET_SIZE))
-    return FullBytes(whole, gradients, state, activations, gathered, buckets)
+    return FullBytes(whole, gradients, state, activations, gathered=gathered, buffers=buckets)
 
 
 def shard_by_zero3(tensors: Sequence[Tensor], num_bytes: int, zero: DeepSpeedSettings, ranks: int) -> tuple[int, int]:

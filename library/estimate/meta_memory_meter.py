@@ -113,7 +113,8 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def read_and_reset(self) -> MeterReading:
         """Return live bytes, and the peak, FLOPs and kernels since the last reset."""
         grown_peak = max(self._grown_peak, self.live + self.grown) if self.grown else 0
-        reading = MeterReading(self.live, self.peak, self.flops, self.kernels, self.grown, grown_peak)
+        counted = self.live, self.peak, self.flops, self.kernels
+        reading = MeterReading(*counted, grown=self.grown, grown_peak=grown_peak)
         self.peak, self.flops, self.kernels, self._grown_peak = self.live, 0, 0, grown_peak
         return reading
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .stochastic_rounding import StochasticRounding, split_by_size
+from .stochastic_rounding import StochasticRounding
 
 MAX_COLLECTED_BYTES = 64 * 2**20
 COLLECTED_SHARE = 1 / 32
@@ -52,7 +52,7 @@ class PartialStep:
         if self._rounding is None:
             self._update(weights, {})
             return
-        for part in split_by_size(weights) if self._is_divisible else [weights]:
+        for part in self._rounding.split(weights) if self._is_divisible else [weights]:
             with self._rounding.hold_in_float32(part) as copies:
                 self._update(part, copies)
 

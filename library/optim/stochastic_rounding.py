@@ -10,10 +10,10 @@ weight.  So they are the same on every device, however weights are distributed o
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..randomness import Purpose, derive_seed
@@ -24,6 +24,29 @@ DROPPED_BITS = 16
 """The bits of float32 that bf16 lacks."""
 FACTORS = (0x9E3779B1 - 2**32, 0x85EBCA6B - 2**32, 0xC2B2AE35 - 2**32)
 """Odd factors that mix the bits of 32-bit integers, as signed numbers; the last two are those of MurmurHash3."""
+
+
+def _keep(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _list_all_positions(weight: Tensor) -> Tensor:
+    return torch.arange(weight.numel(), dtype=torch.int32, device=weight.device)
+
+
+@dataclass(frozen=True)
+class WeightParts:
+    """How a rank reaches its part of a weight, or of a moment; by default it has all of each."""
+
+    get_local: Callable[[Tensor], Tensor] = _keep
+    """Return the part as a plain tensor that shares its memory."""
+    present_like: Callable[[Tensor, Tensor], Tensor] = lambda local, weight: local
+    """Present a plain tensor of the size of the part as the weight is."""
+    list_positions: Callable[[Tensor], Tensor] = _list_all_positions
+    """List the places of the part's elements in the whole weight, flat, as int32."""
+
+
+WHOLE_WEIGHTS = WeightParts()
 
 
 def hash_positions(positions: Tensor, key: int) -> Tensor:
@@ -62,10 +85,10 @@ class StochasticRounding:
         optimizer: Optimizer,
         seed: int,
         names: Mapping[Tensor, str],
-        list_positions: Callable[[Tensor], Tensor],
+        parts: WeightParts = WHOLE_WEIGHTS,
     ):
-        """``names`` are those of the weights; ``list_positions`` lists the places of this rank's elements, flat."""
-        self._optimizer, self._seed, self._names, self._list_positions = optimizer, seed, names, list_positions
+        """``names`` are those of the weights, and ``parts`` what this rank has of them."""
+        self._optimizer, self._seed, self._names, self._parts = optimizer, seed, names, parts
         self._step = 0
 
     def start_step(self, step: int) -> None:
@@ -83,25 +106,29 @@ class StochasticRounding:
             for weight, copy in copies.items():
                 self._round(weight, copy)
 
+    def split(self, weights: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        """Split weights into those that are held in float32 at once."""
+        return split_by_size(weights, [self._parts.get_local(weight).numel() for weight in weights])
+
     def _copy(self, weight: Tensor) -> nn.Parameter:
-        local = _get_local(weight)
-        copy = nn.Parameter(local.float())
+        get_local = self._parts.get_local
+        copy = nn.Parameter(get_local(weight.detach()).float())
         if weight.grad is not None:
-            copy.grad = _get_local(weight.grad).float()
+            copy.grad = get_local(weight.grad).float()
         state = self._optimizer.state.pop(weight, None)
         if state is not None:
             self._optimizer.state[copy] = {
-                key: _get_local(value).float() if _is_moment(value, weight, torch.bfloat16) else value
+                key: get_local(value).float() if _is_moment(value, weight, torch.bfloat16) else value
                 for key, value in state.items()
             }
         return copy
 
     def _round(self, weight: Tensor, copy: nn.Parameter) -> None:
-        positions, state = self._list_positions(weight), self._optimizer.state.pop(copy, None)
-        _get_local(weight).copy_(self._draw(copy.detach(), weight, "", positions))
+        positions, state = self._parts.list_positions(weight), self._optimizer.state.pop(copy, None)
+        self._parts.get_local(weight.detach()).copy_(self._draw(copy.detach(), weight, "", positions))
         if state is not None:
             self._optimizer.state[weight] = {
-                key: _shard_like(self._draw(value, weight, f"/{key}", positions), weight)
+                key: self._parts.present_like(self._draw(value, weight, f"/{key}", positions), weight)
                 if _is_moment(value, copy, torch.float32)
                 else value
                 for key, value in state.items()
@@ -112,11 +139,12 @@ class StochasticRounding:
         return round_to_bf16(values, hash_positions(positions, key))
 
 
-def split_by_size(weights: Sequence[Tensor], max_elements: int = MAX_ELEMENTS) -> Iterator[list[Tensor]]:
-    """Split weights into parts of at most so many elements of this rank, or of single weights."""
+def split_by_size(
+    weights: Sequence[Tensor], sizes: Sequence[int], max_elements: int = MAX_ELEMENTS
+) -> Iterator[list[Tensor]]:
+    """Split weights of these sizes into parts of at most so many elements, or of single weights."""
     part, used = list[Tensor](), 0
-    for weight in weights:
-        size = _get_local(weight).numel()
+    for weight, size in zip(weights, sizes, strict=True):
         if part and used + size > max_elements:
             yield part
             part, used = [], 0
@@ -126,20 +154,6 @@ def split_by_size(weights: Sequence[Tensor], max_elements: int = MAX_ELEMENTS) -
         yield part
 
 
-def _get_local(tensor: Tensor) -> Tensor:
-    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.detach()
-
-
 def _is_moment(value: object, weight: Tensor, dtype: torch.dtype) -> bool:
     """Whether a value of the state has an element for each of the weight."""
     return isinstance(value, Tensor) and value.dtype == dtype and value.dim() > 0 and value.shape == weight.shape
-
-
-def _shard_like(local: Tensor, weight: Tensor) -> Tensor:
-    """Present this rank's part of a moment as the weight is."""
-    if not isinstance(weight, DTensor):
-        return local
-    return DTensor.from_local(
-        local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
-    )

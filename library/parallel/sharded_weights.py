@@ -31,6 +31,15 @@ def get_local_shard(tensor: Tensor) -> Tensor:
     return local.detach()
 
 
+def present_shard_like(local: Tensor, weight: Tensor) -> Tensor:
+    """Present a tensor of the size of this rank's part of a weight as the weight is."""
+    if not isinstance(weight, DTensor):
+        return local
+    return DTensor.from_local(
+        local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )
+
+
 def list_shard_positions(tensor: Tensor, positions: Tensor | None = None) -> Tensor:
     """List the places of this rank's elements in the whole tensor, flat, as int32.
 

@@ -50,13 +50,14 @@ from ..models.trained_components import (
 from ..optim import lr_schedulers, optimizers
 from ..optim.ema import AdapterEMA
 from ..optim.fused_backward import FusedBackward, PartialStep
-from ..optim.stochastic_rounding import StochasticRounding
+from ..optim.stochastic_rounding import StochasticRounding, WeightParts
 from ..optim.validate_optimizer import find_learning_rate_warnings, is_divisible
 from ..parallel.activation_checkpointing import enable_activation_checkpointing
 from ..parallel.async_copy import CopyStream
 from ..parallel.cuda_graphs import CudaCapture, StepGraphs
 from ..parallel.frozen_base import is_quantized_or_offloaded, quantize_and_offload_base
 from ..parallel.parallel_plan import build_parallel_plan
+from ..parallel.sharded_weights import get_local_shard, present_shard_like
 from ..parallel.strategy import Strategy
 from .full_weights import build_full_modules, build_full_param_groups, format_full_summary, get_trained_dtypes
 from .nan_and_oom_handling import BadSamples, NanGuard, OomRecovery
@@ -219,7 +220,8 @@ def _build_rounding(
         return None
     weights = strategy.iter_trained_weights(model)
     names: dict[torch.Tensor, str] = {weight: clean_parameter_name(name) for name, weight in weights}
-    return StochasticRounding(optimizer.optimizer, config.train.seed, names, strategy.list_positions)
+    parts = WeightParts(get_local_shard, present_shard_like, strategy.list_positions)
+    return StochasticRounding(optimizer.optimizer, config.train.seed, names, parts)
 
 
 def _select_trained_weights(

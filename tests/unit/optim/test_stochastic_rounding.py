@@ -14,7 +14,6 @@ from library.optim.stochastic_rounding import (
     round_to_bf16,
     split_by_size,
 )
-from library.parallel.sharded_weights import list_shard_positions
 from library.parallel.tensor_parallel_weights import WeightLayout, list_part_positions
 
 
@@ -45,7 +44,7 @@ def build_step(optimizer_type: str, weights, seed: int = 1, lr: float = 1e-5, ar
     config = OptimConfig(optimizer_type=optimizer_type, optimizer_args=arguments, learning_rate=lr)
     optimizer = build_optimizer(config, [ParamGroup("all", weights, lr)])
     names = {weight: str(index) for index, weight in enumerate(weights)}
-    return optimizer, StochasticRounding(optimizer, seed, names, list_shard_positions)
+    return optimizer, StochasticRounding(optimizer, seed, names)
 
 
 def build_weights(*shapes):
@@ -141,8 +140,14 @@ def test_positions_of_a_part_are_those_in_the_whole_weight():
 
 @pytest.mark.quick
 def test_weights_are_split_into_parts_of_limited_size():
-    weights = [torch.zeros(size) for size in (5, 4, 30, 1, 2, 8)]
-    assert [[each.numel() for each in part] for part in split_by_size(weights, 10)] == [[5, 4], [30], [1, 2], [8]]
+    sizes = (5, 4, 30, 1, 2, 8)
+    weights = [torch.zeros(size) for size in sizes]
+    assert [[each.numel() for each in part] for part in split_by_size(weights, sizes, 10)] == [
+        [5, 4],
+        [30],
+        [1, 2],
+        [8],
+    ]
 
 
 @pytest.mark.quick
