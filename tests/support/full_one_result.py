@@ -2,13 +2,14 @@
 
 ``PYTHONPATH=.:tests:tests/support python tests/support/full_one_result.py flux sd1 -- "FSDP 2 x TP 2"`` prints for each
 family and layout: the largest difference of a weight after 8 steps of SGD in float32, whether a run that is interrupted
-after 4 steps and resumed on the same layout is equal to the bit, and the difference if one process resumes it.
+after 4 steps and resumed on the same layout is equal to the bit, and the difference if one process resumes it.  Options
+after the layouts are those of all runs, such as ``--mixed_precision bf16 --full_bf16 --optimizer_type AdamW``.
 """
 
 import shutil
 import sys
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -58,27 +59,27 @@ def compute_difference(one: Path, other: Path) -> float:
     return max(float((first[name] - second[name]).abs().max()) for name in first)
 
 
-def resume_with(name: str, family: str, dataset: Path, whole: Path, folder: Path) -> Path:
+def resume_with(name: str, family: str, dataset: Path, whole: Path, folder: Path, *more: str) -> Path:
     """Resume a copy of a run at its checkpoint in the middle."""
     ends = shutil.ignore_patterns("lora", "lora-state", "lora.*")
     shutil.copytree(whole.parent, folder, ignore=ends)
-    return train_layout(name, family, dataset, folder, "--auto_resume")
+    return train_layout(name, family, dataset, folder, *more, "--auto_resume")
 
 
-def compare(family: str, names: Collection[str]) -> None:
+def compare(family: str, names: Collection[str], more: Sequence[str] = ()) -> None:
     """Print a line for each layout."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         dataset = write_even_dataset(folder)
-        reference = train_layout(REFERENCE, family, dataset, folder / "reference")
-        base = train_layout(REFERENCE, family, dataset, folder / "base", "--learning_rate", "1e-12")
+        reference = train_layout(REFERENCE, family, dataset, folder / "reference", *more)
+        base = train_layout(REFERENCE, family, dataset, folder / "base", *more, "--learning_rate", "1e-12")
         sys.stdout.write(f"{family}: one process changed weights by up to {compute_difference(base, reference):.2g}\n")
         for number, name in enumerate(names):
             own = folder / str(number)
-            model = train_layout(name, family, dataset, own / "whole")
-            again = resume_with(name, family, dataset, model, own / "again")
-            single = resume_with(REFERENCE, family, dataset, model, own / "single")
-            onwards = resume_with(name, family, dataset, reference, own / "onwards")
+            model = train_layout(name, family, dataset, own / "whole", *more)
+            again = resume_with(name, family, dataset, model, own / "again", *more)
+            single = resume_with(REFERENCE, family, dataset, model, own / "single", *more)
+            onwards = resume_with(name, family, dataset, reference, own / "onwards", *more)
             differences = [compute_difference(*pair) for pair in ((reference, model), (model, again))]
             differences += [compute_difference(reference, each) for each in (single, onwards)]
             sys.stdout.write(
@@ -92,5 +93,7 @@ def compare(family: str, names: Collection[str]) -> None:
 if __name__ == "__main__":
     words = sys.argv[1:]
     cut = words.index("--") if "--" in words else len(words)
+    first = next((index for index, word in enumerate(words) if word.startswith("--") and index > cut), len(words))
     for family in words[:cut] or ("sd1", "sdxl", "flux", "z_image"):
-        compare(family, words[cut + 1 :] or [name for name in LAYOUTS if name != REFERENCE])
+        selected = [word for word in words[cut + 1 : first] if word in LAYOUTS]
+        compare(family, selected or [name for name in LAYOUTS if name != REFERENCE], words[first:])
