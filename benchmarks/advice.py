@@ -13,7 +13,7 @@ from pathlib import Path
 from library.config import RunConfig
 from library.estimate.advice import FEWER_OPTIONS, MARGIN, SAME_SPEED, Candidate, GridSearch, LayoutEstimate
 from library.estimate.meta_run import LargestBatch
-from library.estimate.meta_runs import MetaRuns
+from library.estimate.meta_run_cache import MetaRuns
 from library.estimate.parallel_layouts import LayoutFinder, format_flags
 from library.estimate.step_time import Devices
 from library.models.detect import detect_model

@@ -163,7 +163,7 @@ def _choose_memory_options(loaded: "ParsedConfig") -> "ParsedConfig":
     from .registry import pause_garbage_collection
 
     with pause_garbage_collection():
-        from .estimate.gpu_memory import choose_memory_options
+        from .estimate.memory_option_choice import choose_memory_options
 
     return choose_memory_options(loaded)
 

@@ -8,7 +8,7 @@ from library.diffusion.timestep_shift import TimestepShift
 from library.models.detect import detect_model, get_config_reader
 from library.models.facts import FamilyFacts
 from library.models.families import FAMILY_FACTS
-from library.models.training_noise import PROGRAMS, NoiseLevels
+from library.models.family_noise_levels import PROGRAMS, NoiseLevels
 
 from .model_table import END, PAGE
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from library.config import parse_config
-from library.dataset.frame_windows import FrameRule
+from library.dataset.clip_windows import FrameRule
 from library.estimate.advice import MARGIN, GridSearch, LayoutEstimate
 from library.estimate.meta_run import LargestBatch
-from library.estimate.meta_runs import MetaRuns
+from library.estimate.meta_run_cache import MetaRuns
 from library.estimate.parallel_layouts import LayoutFinder
 from library.estimate.step_time import Devices
 from library.models.detect import detect_model

@@ -40,7 +40,7 @@ def pytest_addoption(parser):
         type=int,
         default=1,
         metavar="N",
-        help="run slow tests of N rows and more in N days, another part of their rows each day",
+        help="run the slow tests in N days, another part of them and of their rows each day, and those marked daily",
     )
     parser.addoption("--day", type=int, metavar="K", help="with --days: the part of this day, 0 to N - 1 (today's)")
     parser.addoption(
@@ -86,7 +86,7 @@ def pytest_collection_modifyitems(config, items):
 def _keep_daily_rows(config, items, days, day):
     from daily_rows import select_daily_rows
 
-    slow = [item for item in items if item.get_closest_marker("slow")]
+    slow = [item for item in items if item.get_closest_marker("slow") and not item.get_closest_marker("daily")]
     rows = ((item.nodeid.partition("[")[0], item.nodeid.partition("[")[2], item) for item in slow)
     others = {*slow}.difference(select_daily_rows(rows, days, day))
     config.hook.pytest_deselected(items=[item for item in items if item in others])

@@ -68,8 +68,9 @@ class Adapter:
     adapter_type: str
     """lora, dora, loha, lokr, oft or boft."""
     rank: int
+    """The rank of modules without a rank of their own."""
     alpha: float
-    """Defaults for modules without a rank and alpha of their own."""
+    """The alpha of modules without an alpha of their own."""
     rank_alphas: Mapping[str, RankAlpha]
     """Rank and alpha of each module, named as in a state dict, in the models' order."""
     target_layers: tuple[TargetLayer, ...]
@@ -96,9 +97,8 @@ def inject_adapters(
     """Freeze all components and inject adapters into their target layers, or into the layers of ``rank_alphas``.
 
     Modules that are fused in the original model share their lora_A, as in sd-scripts, except ``independent_modules``,
-    named as in a state dict.  The initial weights are a
-    function of the seed and the module's name, so that every rank has the same; the update is zero.  The adapter's
-    weights are float32 whatever the model's dtype.
+    named as in a state dict.  The initial weights are a function of the seed and the module's name, so that every rank
+    has the same; the update is zero.  The adapter's weights are float32 whatever the model's dtype.
     """
     adapter_type = get_adapter_type(config)
     if rank_alphas is None:

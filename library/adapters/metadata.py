@@ -218,7 +218,7 @@ def _build_training_adapter_metadata(config: AdapterConfig) -> dict[str, Any]:
 
 
 def _build_memory_metadata(model: ModelConfig, face_range: FaceCropRange | None) -> dict[str, Any]:
-    """Build the keys of options of sd-scripts that save memory, which no option here does, or crop around faces."""
+    """Build the keys of options of sd-scripts that save memory, most not needed here, or crop around faces."""
     return {
         "ss_full_fp16": False,
         "ss_lowram": False,

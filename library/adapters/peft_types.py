@@ -1,4 +1,4 @@
-"""Adapter types of peft (LoRA, DoRA, LoHa, LoKr, OFT, BOFT): inject them into a model, initialized from a seed."""
+"""Adapter types of peft (LoRA, DoRA, LoHa, LoKr, OFT, BOFT): injected, initialized from a seed; peft factors LoKr."""
 
 import math
 import re

@@ -22,7 +22,7 @@ from ..dataloader.loader import move_channels_first
 from ..dataloader.prepare import PreparedData
 from ..dataloader.worker_pool import prefetch_in_threads
 from ..dataset.image_decoding import Pixels
-from ..dataset.masks import MaskPixels
+from ..dataset.mask_files import MaskPixels
 from ..diffusion.masked_loss import resize_mask_to_latents
 from ..errors import FileError
 from ..models.own_families import identify_class

@@ -60,7 +60,7 @@ class SaveConfig:
     )
     save_last_n_epochs: int | None = define_option(
         None,
-        "save_every_n_epochs: keep only the files of the last n epochs",
+        "keep only the last n files of those saved every save_every_n_epochs epochs",
         minimum=1,
         needs=(AnyOf((IsSet("save_n_epoch_ratio"), IsSet("save_every_n_epochs")), "save_every_n_epochs is not set"),),
         is_unset_by_zero=True,
@@ -206,7 +206,7 @@ class StateConfig:
     )
     save_last_n_epochs_state: int | None = define_option(
         None,
-        "keep only the checkpoints of the last n epochs",
+        "keep only the last n checkpoints of those saved every save_every_n_epochs epochs; unset: save_last_n_epochs",
         minimum=1,
         needs=(IsSet("save_state"),),
         is_unset_by_zero=True,
@@ -214,7 +214,7 @@ class StateConfig:
     )
     save_last_n_steps_state: int | None = define_option(
         None,
-        "keep only the checkpoints of the last n steps",
+        "keep only the checkpoints of the last n steps; unset: save_last_n_steps",
         minimum=1,
         needs=(IsSet("save_state"),),
         is_unset_by_zero=True,

@@ -16,7 +16,7 @@ from ..dataset.schema import DatasetConfig, SubsetConfig
 from ..randomness import Purpose, derive_rng
 from .batch_plan import MicroBatch
 from .buckets import BucketAssignment, assign_controls, list_control_facts
-from .captions import process_caption
+from .caption_processing import process_caption
 from .face_crop import crops_faces, draw_face_crop, parse_face
 from .manifest import Manifest
 

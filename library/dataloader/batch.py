@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..dataset.frame_windows import FrameRule
+from ..dataset.clip_windows import FrameRule
 from ..diffusion.noise import copy_async
 from .images import BadSample
 

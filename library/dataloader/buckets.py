@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..config.types import Resolution
 from ..dataset.controls import CONTROL_SIZE_STEP
-from ..dataset.masks import has_same_aspect_ratio
+from ..dataset.mask_files import has_same_aspect_ratio
 from ..dataset.schema import DatasetConfig
 from .manifest import Sample
 from .musubi_buckets import build_musubi_bucket_chooser, choose_musubi_control_size, compute_musubi_covering_size

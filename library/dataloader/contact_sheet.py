@@ -10,7 +10,7 @@ import numpy as np
 
 from ..atomic_files import open_atomic_path
 from ..dataset.image_decoding import Pixels
-from ..dataset.masks import MaskPixels
+from ..dataset.mask_files import MaskPixels
 from ..errors import UserError
 from ..problems import Problem, report_file
 from .buckets import BucketAssignment

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..dataset.clip_decoding import ClipError, read_clip_frames
+from ..dataset.clip_windows import FrameWindow
 from ..dataset.controls import ControlImage
-from ..dataset.frame_windows import FrameWindow
 from ..dataset.image_decoding import Pixels, load_inpainting_mask, load_rgb_image
-from ..dataset.masks import (
+from ..dataset.mask_files import (
     Mask,
     MaskPixels,
     load_alpha_channel,

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from ..dataset.image_decoding import Pixels
 from ..dataset.image_ref import prefetch_images
-from ..dataset.masks import MaskPixels
+from ..dataset.mask_files import MaskPixels
 from ..randomness import Purpose, derive_rng, derive_seed
 from .augment import Augmenter, SampleView
 from .batch import PixelBatch

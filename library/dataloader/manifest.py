@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from ..config.types import Resolution
+from ..dataset.clip_windows import ClipFrames, FrameWindow
 from ..dataset.controls import ControlImage
-from ..dataset.frame_windows import ClipFrames, FrameWindow
 from ..dataset.image_ref import ImageRef
-from ..dataset.masks import Mask
+from ..dataset.mask_files import Mask
 from ..dataset.schema import DatasetConfig, SubsetConfig
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Literal
 
 from ..dataset.clip_inspection import InspectedClip, build_clip_inspector
+from ..dataset.clip_windows import DEFAULT_FRAME_RULE, FrameRule, FrameWindow, list_frame_windows
 from ..dataset.controls import ControlScanResult, scan_controls
-from ..dataset.frame_windows import DEFAULT_FRAME_RULE, FrameRule, FrameWindow, list_frame_windows
 from ..dataset.image_inspection import InspectedImage, build_image_inspector
 from ..dataset.image_ref import ImageRef, describe_remote_images
 from ..dataset.listing import ListedImage, SubsetListing
-from ..dataset.masks import MaskScanResult, find_subsets_without_masks, scan_masks
+from ..dataset.mask_files import MaskScanResult, find_subsets_without_masks, scan_masks
 from ..dataset.resolution_stages import build_stages, expand_resolution_schedule
 from ..dataset.scan import ImageDefect, ScanResult, scan_images
 from ..dataset.scan_cache import ScanRoots

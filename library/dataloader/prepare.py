@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from ..config.schema import TrainConfig
 from ..config.schema_data import DataConfig
+from ..dataset.clip_windows import FrameRule
 from ..dataset.controls import ControlLimits
 from ..dataset.dataset_config import ParsedDatasetConfig, load_dataset_config
-from ..dataset.frame_windows import FrameRule
 from ..dataset.listing import format_first_names
 from ..dataset.musubi_format import set_musubi_bucket_steps
 from ..dataset.slider_prompts import SliderPrompt, list_slider_texts, parse_slider_prompts

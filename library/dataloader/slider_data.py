@@ -12,7 +12,7 @@ from pathlib import Path, PureWindowsPath
 from typing import TYPE_CHECKING
 
 from ..config.types import Resolution
-from ..dataset.frame_windows import FrameRule
+from ..dataset.clip_windows import FrameRule
 from ..dataset.image_ref import ByteRange, ImageRef
 from ..dataset.schema import DatasetConfig
 from ..dataset.slider_prompts import SliderPrompt

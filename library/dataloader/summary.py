@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..dataset.dataset_config import collect_extra_keys, convert_to_sd_scripts
-from ..dataset.masks import Mask, get_mask_source
+from ..dataset.mask_files import Mask, get_mask_source
 from .batch_plan import AnyBatchPlan, PlannedStage, format_bucket_size, get_planned_stages
 from .buckets import BucketAssignment
 from .manifest import ClipSummary, Manifest, Sample

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..dataset.schema import DATASET_KEYS, DatasetConfig, SubsetConfig
 from ..randomness import Purpose, derive_rng, derive_seed
-from .captions import process_caption
+from .caption_processing import process_caption
 from .manifest import Sample
 
 DEFAULT_VALIDATION_SEED = 0

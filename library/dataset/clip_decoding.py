@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from .frame_windows import ClipFrames
+from .clip_windows import ClipFrames
 from .image_decoding import load_rgb_image
 from .image_ref import ImageRef
 from .listing import is_image_file

@@ -18,7 +18,7 @@ from .clip_decoding import (
     open_video,
     read_clip_frames,
 )
-from .frame_windows import ClipFrames
+from .clip_windows import ClipFrames
 from .image_decoding import silence_pillow_warnings
 from .image_inspection import InspectedImage, build_inspection_version, inspect_image
 from .image_ref import ImageRef

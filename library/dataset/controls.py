@@ -10,11 +10,11 @@ from ..problems import Problem, report_file
 from ..storage.remote_path import resolve_links
 from .clip_decoding import VIDEO_EXTENSIONS
 from .clip_inspection import InspectedClip, build_clip_inspector
-from .frame_windows import ClipFrames, FrameRule
+from .clip_windows import ClipFrames, FrameRule
 from .image_inspection import InspectedImage, build_image_inspector
 from .image_ref import ImageRef
 from .listing import ListedImage, format_count, format_first_names
-from .masks import MaskKey, get_relative_path, has_same_aspect_ratio, list_image_names, normalize_stem
+from .mask_files import MaskKey, get_relative_path, has_same_aspect_ratio, list_image_names, normalize_stem
 from .scan import scan_images
 from .scan_cache import ScanRoots
 from .schema import DatasetConfig, SubsetConfig

@@ -14,7 +14,7 @@ from ..problems import Place, Problem
 from ..storage.remote_path import build_remote_path, is_remote_url, strip_query
 from ..storage.remote_store import RemoteSettings, RemoteStore
 from .caption_files import DEFAULT_EXTENSION
-from .frame_windows import DEFAULT_MAX_FRAMES, FrameExtraction, FrameRule, FrameSettings, RateConversion
+from .clip_windows import DEFAULT_MAX_FRAMES, FrameExtraction, FrameRule, FrameSettings, RateConversion
 
 GENERAL_TABLE, DATASET_TABLE, SUBSET_TABLE = "[general]", "[[datasets]]", "[[datasets.subsets]]"
 DatasetFormat = Literal["sd-scripts", "musubi-tuner"]

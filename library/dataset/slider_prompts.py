@@ -22,8 +22,10 @@ YAML_SUFFIXES = (".yaml", ".yml")
 
 @dataclass(frozen=True)
 class SliderPrompt:
-    """One closed form: with the LoRA at ``multiplier``, the target is predicted as the frozen model predicts
-    ``neutral``, moved by ``guidance_scale`` times the difference of ``positive`` and ``unconditional``.
+    """A direction for the LoRA to learn.
+
+    With the LoRA at ``multiplier``, the target is predicted as the frozen model predicts ``neutral``, moved by
+    ``guidance_scale`` times the difference of ``positive`` and ``unconditional``.
     """
 
     target: str

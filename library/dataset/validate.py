@@ -15,7 +15,7 @@ from ..storage.remote_path import RemotePath, is_remote, is_remote_url
 from .controls import CONTROLS_FROM_IMAGE
 from .dataset_config import can_load_datasets, load_dataset_config
 from .file_discovery import describe_missing_path, describe_missing_url
-from .masks import get_mask_source
+from .mask_files import get_mask_source
 from .metadata_file import find_missing_frame_keys
 from .musubi_format import set_musubi_bucket_steps
 from .resolution_stages import build_stages, expand_resolution_schedule

@@ -12,13 +12,13 @@ from torch import Size, Tensor
 
 from ..config.schema_objective import LossConfig, NoiseConfig
 from ..randomness import Purpose
+from .loss_weighting import compute_loss_weights
 from .losses import LossContext, compute_elementwise_loss
 from .model_prediction import select_compared_tensors
 from .noise import GeneratorFactory, apply_input_perturbation, apply_noise_options, copy_async
-from .noise_levels import NoiseDistribution
+from .noise_level_distributions import NoiseDistribution
 from .process import FlowMatchingProcess, NoiseProcess
-from .timesteps import build_distribution, compute_timesteps, sample_quantiles_and_noise
-from .weighting import compute_loss_weights
+from .timestep_sampling import build_distribution, compute_timesteps, sample_quantiles_and_noise
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Size, Tensor
 
 from ..errors import UserError
-from .noise_levels import NUM_TRAIN_TIMESTEPS
+from .noise_level_distributions import NUM_TRAIN_TIMESTEPS
 from .timestep_shift import NO_SHIFT, TimestepShift, build_timestep_shift
 
 

@@ -18,7 +18,7 @@ from ..models.trained_components import caches_only_t5, select_trained_text_enco
 from ..parallel.quantize import RELATIVE_ERRORS
 from .memory_estimate import MemoryEstimate, estimate_memory, split_model
 from .meta_run import MetaRun, disable_logging
-from .meta_runs import WHOLE_MODEL, MetaRuns, get_partition
+from .meta_run_cache import WHOLE_MODEL, MetaRuns, get_partition
 from .parallel_layouts import LayoutFinder, ParallelLayout, format_flags
 from .step_time import Devices, estimate_images_per_second
 

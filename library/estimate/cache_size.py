@@ -17,7 +17,7 @@ from ..dataloader.augment import Augmenter
 from ..dataloader.prepare import PreparedData
 from ..dataloader.run_plan import RunPlan
 from ..dataloader.sample_prompts import load_preview_prompts
-from ..dataset.frame_windows import FrameRule
+from ..dataset.clip_windows import FrameRule
 from ..models.model_configs import EncodedSizes
 
 BYTES_PER_ELEMENT = {"float": 4, "fp16": 2, "bf16": 2}

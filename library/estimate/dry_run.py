@@ -12,7 +12,7 @@ from ..dataloader.batch_plan import PlannedStage, get_planned_stages
 from ..dataloader.caption_templates import apply_templates
 from ..dataloader.prepare import PreparedData, prepare_data
 from ..dataloader.run_plan import RunPlan
-from ..dataset.frame_windows import DEFAULT_FRAME_RULE
+from ..dataset.clip_windows import DEFAULT_FRAME_RULE
 from ..dataset.validate import find_sizes_for_some_models
 from ..models.detect import DetectedModel, build_control_limits, detect_model, get_config_reader, list_size_multiples
 from ..models.families import FAMILIES

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..optim.optimizer_names import find_missing_package
 from .advice import Candidate, GridSearch, LayoutEstimate
-from .meta_runs import MetaRuns
+from .meta_run_cache import MetaRuns
 from .parallel_layouts import LayoutFinder, ParallelLayout
 from .step_time import Devices
 

@@ -18,7 +18,7 @@ from .advice import MARGIN, LayoutEstimate, estimate_layout
 from .dry_run import DryRun
 from .full_search import build_search
 from .meta_run import LargestBatch
-from .meta_runs import MetaRuns, get_partition
+from .meta_run_cache import MetaRuns, get_partition
 from .parallel_layouts import LAYOUT_OPTIONS, LayoutFinder, ParallelLayout, format_flags
 from .step_time import Devices
 

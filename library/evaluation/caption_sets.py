@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..dataloader.augment import Augmenter
-from ..dataloader.captions import process_caption
+from ..dataloader.caption_processing import process_caption
 from ..dataloader.manifest import Sample
 from ..dataloader.prepare import PreparedData
 from ..dataloader.sample_prompts import IMAGE_SIZE_MULTIPLE, Prompt

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from ..dataloader.batch import Batch, Cond, Moments
     from ..dataloader.sample_prompts import Prompt
-    from ..diffusion.noise_experts import NoiseExperts
+    from ..diffusion.expert_selection import NoiseExperts
     from ..diffusion.process import NoiseProcess
     from .detect import DetectedModel
     from .model_configs import ConfigReader

@@ -6,7 +6,7 @@ from typing import Any
 from diffusers import ModelMixin
 from torch import Tensor, nn
 
-from ..diffusion.noise_experts import HIGH_NOISE, LOW_NOISE
+from ..diffusion.expert_selection import HIGH_NOISE, LOW_NOISE
 
 
 class ExpertDenoiser(ModelMixin):

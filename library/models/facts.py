@@ -14,11 +14,11 @@ from ..adapters.original_module_names import CLIP_KEYS, DIFFUSERS_KEYS, KeyStyle
 from ..adapters.token_layout import TokenLayout
 from ..config.network_args import GENERAL_NETWORK, NetworkFacts
 from ..config.schema import ModelConfig
-from ..dataset.frame_windows import FrameRule
-from ..diffusion.noise_experts import NoiseExperts
+from ..dataset.clip_windows import FrameRule
+from ..diffusion.expert_selection import NoiseExperts
 from ..problems import Problem
+from .family_noise_levels import AS_SAMPLED, TrainingNoiseFacts
 from .model_configs import ConfigReader
-from .training_noise import AS_SAMPLED, TrainingNoiseFacts
 
 TORCH_ATTENTION_MODES = ("sdpa", "torch")
 """Values of ``attn_mode`` for torch's ``scaled_dot_product_attention``, which every denoiser supports."""

@@ -4,7 +4,7 @@ What sd-scripts does otherwise is expressed in values of options, which runs log
 noise, timesteps and loss that are not set get the defaults of the script for the family.  Those that the script accepts
 and ignores are set back to their defaults and named.  ``--objective_defaults own`` turns this off.  What values of
 options mean otherwise there is taken into account where the objective is built: ``convert_values``, and for loss
-weightings with ``zero_terminal_snr`` ``noise_schedulers.use_original_snr``.
+weightings with ``zero_terminal_snr`` ``scheduler_overrides.use_original_snr``.
 """
 
 from collections.abc import Iterator, Mapping

@@ -5,7 +5,7 @@ from ..config.schema import AdapterConfig
 from ..config.schema_objective import NoiseConfig
 from ..config.schema_optim import OptimConfig
 from ..config.unused_options import is_self_tuning_adafactor
-from ..diffusion.noise_experts import NoiseExperts
+from ..diffusion.expert_selection import NoiseExperts
 from .detect import DetectedModel, get_config_reader
 from .facts import FamilyFacts
 from .own_families import get_family_facts

@@ -33,8 +33,8 @@ from ..dataset.controls import CONTROLS_FROM_IMAGE, MASK_FROM_IMAGE
 from ..dataset.dataset_config import can_load_datasets, load_dataset_config
 from ..dataset.schema import DatasetConfig, SubsetConfig
 from ..dataset.validate import find_clips_for_image_models, validate_resolution_multiple
-from ..diffusion.noise_experts import HIGH_NOISE, LOW_NOISE, TYPICAL_TOKENS
-from ..diffusion.noise_levels import NUM_TRAIN_TIMESTEPS
+from ..diffusion.expert_selection import HIGH_NOISE, LOW_NOISE, TYPICAL_TOKENS
+from ..diffusion.noise_level_distributions import NUM_TRAIN_TIMESTEPS
 from ..diffusion.timestep_shift import FixedShift
 from ..errors import ConfigError, FileError
 from ..problems import Place, Problem, locate_problems

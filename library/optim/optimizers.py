@@ -1,7 +1,7 @@
-"""Optimizers by name (sd-scripts names, ``torch.optim`` or import paths): build them, set and read learning rates.
+"""Build optimizers by name: names of sd-scripts, of ``torch.optim``, or import paths.
 
-The table of names is in optimizer_names.py, parameter groups are made in training/param_groups.py, and schedules in
-lr_schedulers.py.
+The table of names is in optimizer_names.py, parameter groups are made in training/param_groups.py, schedules in
+lr_schedulers.py, and the rates of a step are set and read in learning_rates.py.
 """
 
 import copy
@@ -120,24 +120,6 @@ def uses_relative_step(config: OptimConfig) -> bool:
     if resolve_optimizer(config.optimizer_type) is not OPTIMIZERS["Adafactor"]:
         return False
     return bool(parse_keyword_args(config.optimizer_args, "optimizer_args").get("relative_step", True))
-
-
-def set_learning_rates(optimizer: torch.optim.Optimizer, peak_lrs: Sequence[float], factor: float) -> None:
-    """Set the learning rate of every group to its peak times ``factor``; in place for tensors, as compile needs."""
-    for group, peak in zip(optimizer.param_groups, peak_lrs, strict=True):
-        if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(peak * factor)
-        elif group["lr"] is not None:
-            group["lr"] = peak * factor
-
-
-def get_learning_rates(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> Mapping[str, Any]:
-    """The effective learning rate of each group, including the ``d`` that learning-rate-free optimizers estimate."""
-    return {
-        name: group["lr"] * group.get("d", 1.0)
-        for name, group in zip(names, optimizer.param_groups, strict=True)
-        if group["lr"] is not None
-    }
 
 
 @contextmanager

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..adapters.dropout_and_max_norm import find_adapter_layers
 from ..adapters.injection import ADAPTER_NAME, find_linear_lora_layers
+from ..adapters.update_norms import find_adapter_layers
 from .lora_linear import FusedLoraForward, HalfPrecisionCopies
 from .lora_projections import PendingOutputs, ProjectionGroup, find_projections
 from .quantize import FrozenLinear

@@ -9,7 +9,7 @@ from ..problems import report_file
 from .validate_arguments import check_convert_arguments
 
 if TYPE_CHECKING:  # torch is imported only after the arguments were checked
-    from .lora_identification import IdentifiedLora
+    from .lora.identification import IdentifiedLora
 
 USAGE = "usage: python -m library convert IN.safetensors OUT.safetensors --to kohya|diffusers|comfy [--family NAME]"
 FORMAT_DESCRIPTIONS = {
@@ -59,7 +59,7 @@ def convert_lora_file(source: Path, target: Path, file_format: Any, family: str 
     from ..adapters.metadata import add_model_hashes, list_network_sizes, update_network_metadata
     from ..adapters.peft_metadata import PEFT_METADATA_KEY
     from ..models.known_models import load_known_models
-    from .lora_identification import read_lora_file, select_models
+    from .lora.identification import read_lora_file, select_models
 
     lora = read_lora_file(source, models=select_models(load_known_models(), family))
     content = lora.contents

@@ -29,7 +29,7 @@ SUITES: Mapping[str, tuple[str, Sequence[Sequence[Sequence[str]]]]] = {
     "quick": ("the quick tests", (_QUICK,)),
     "slow": ("the other tests, beside lint-platforms", (_PLATFORMS, (_SLOW,))),
     "daily": (
-        "as slow, with a third of the rows of tests that have many, in three days all: for continuous integration",
+        "a third of the slow tests and of their rows, in three days all: for continuous integration",
         (_PLATFORMS, ((*_SLOW, "--days", "3"),)),
     ),
     "pairs": (

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..adapters.injection import Adapter
-from ..diffusion.noise_experts import HIGH_NOISE
+from ..diffusion.expert_selection import HIGH_NOISE
 from ..models.base import Family
 from .state import TrainingRun
 from .trainable_modules import TrainableModules

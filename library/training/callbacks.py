@@ -1,6 +1,7 @@
 """Callbacks: update norms of the LoRA layers, the HTML report, and the check that all ranks hold equal weights.
 
-Further callbacks are in ``save_adapter``, ``checkpoint``, ``preview`` and ``validation_loss``.
+Further callbacks are in ``save_adapter``, ``save_model``, ``save_embedding``, ``full_weights``, ``checkpoint``,
+``preview`` and ``validation_loss``.
 """
 
 import hashlib
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from ..adapters.dropout_and_max_norm import compute_update_norms
+from ..adapters.update_norms import compute_update_norms
 from ..config.help import collect_changed_settings
 from ..config.options import flatten_config
 from ..distributed.config_agreement import find_majority

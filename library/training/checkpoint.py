@@ -167,8 +167,8 @@ class SaveCheckpoint:
         logger.info("checkpoint saved: %s", path)
         if is_uploaded and self.save_adapter.uploader is not None:
             self.save_adapter.uploader.upload_checkpoint(path)
-        name, done = run.config.save.output_name, run.plan.count_completed_epochs(step)
-        delete_old_checkpoints(self.config, self.output_dir, name, step=step, num_epochs=done)
+        done = run.plan.count_completed_epochs(step)
+        delete_old_checkpoints(run.config.save, self.config, step=step, num_epochs=done)
 
 
 def _try_to_create_partial_dir(path: Path) -> tuple[Path, str | None]:

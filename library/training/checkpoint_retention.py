@@ -13,23 +13,26 @@ from .checkpoint_dir import find_checkpoints
 logger = logging.getLogger(__name__)
 
 
-def delete_old_checkpoints(config: StateConfig, output_dir: Path, name: str, *, step: int, num_epochs: int) -> None:
+def delete_old_checkpoints(save: SaveConfig, state: StateConfig, *, step: int, num_epochs: int) -> None:
     """Delete checkpoints of ``output_name`` beyond ``save_last_n_epochs_state`` and ``save_last_n_steps_state``.
 
+    Where these are unset, ``save_last_n_epochs`` and ``save_last_n_steps`` are for checkpoints, too, as in sd-scripts.
     ``step`` is that of the newest checkpoint, which is kept, and ``num_epochs`` the number of epochs completed by then.
     """
-    pattern = re.compile(rf"{re.escape(name)}-(?:step(?P<step>\d+)|(?P<epoch>\d+))-state")
-    for path in find_checkpoints(output_dir, name):
+    pattern = re.compile(rf"{re.escape(save.output_name)}-(?:step(?P<step>\d+)|(?P<epoch>\d+))-state")
+    last_epochs = state.save_last_n_epochs_state or save.save_last_n_epochs
+    last_steps = state.save_last_n_steps_state or save.save_last_n_steps
+    for path in find_checkpoints(Path(save.output_dir), save.output_name):
         number = pattern.fullmatch(path.name)
         if number is None:
             continue
         if number["step"]:
-            is_old = config.save_last_n_steps_state and int(number["step"]) < step - config.save_last_n_steps_state
+            is_old = last_steps is not None and int(number["step"]) < step - last_steps
         else:
-            kept = config.save_last_n_epochs_state
-            is_old = kept and int(number["epoch"]) <= num_epochs - kept
+            every = save.save_every_n_epochs or 1
+            is_old = last_epochs is not None and int(number["epoch"]) <= num_epochs - every * last_epochs
         if is_old:
-            shutil.rmtree(path, ignore_errors=True)
+            _delete(path)
 
 
 @dataclass
@@ -71,8 +74,12 @@ class AdapterRetention:
 def _delete_files_up_to(files: dict[int, list[Path]], last: int) -> None:
     for number in [number for number in files if number <= last]:
         for path in files.pop(number):
-            try:
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-                logger.info("removed %s", path)
-            except OSError as error:
-                logger.warning("%s: cannot be removed: %s", path, error.strerror)
+            _delete(path)
+
+
+def _delete(path: Path) -> None:
+    try:
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        logger.info("removed %s", path)
+    except OSError as error:
+        logger.warning("%s: cannot be removed: %s", path, error.strerror)

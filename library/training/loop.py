@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..dataloader.loader import StepBatches
 from ..distributed.step_phases import record_phase
-from ..optim.optimizers import get_learning_rates, set_learning_rates
+from ..optim.learning_rates import get_learning_rates, set_learning_rates
 from .state import StepMetrics, StopRequested, TrainingRun
 from .trial_steps import check_later_stages_fit, probe_gradients, warm_up_compilation
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..adapters.dropout_and_max_norm import compute_layer_update_norms, find_adapter_layers
+from ..adapters.update_norms import compute_layer_update_norms, find_adapter_layers
 from ..atomic_files import write_atomic
 from ..distributed.device_memory import get_peak_memory
 from ..log import ProgressBar
@@ -78,7 +78,7 @@ def compute_grouped_losses(run: TrainingRun, metrics: Sequence[StepMetrics]) -> 
     strategy = run.strategy
     if strategy.has_loss:
         stats = [stats for item in metrics for stats in item.micro_batches]
-        table = torch.cat([torch.stack([each.timesteps.float(), each.losses.float()]) for each in stats], dim=1)
+        table = torch.cat([torch.stack([each.noise_fractions.float(), each.losses.float()]) for each in stats], dim=1)
         table = table.T.contiguous()
     else:  # a pipeline stage without the loss gathers a table of the same size
         count = sum(len(batch.sample_indices) for item in metrics for batch in run.plan.batch_plan.get_step(item.step))

@@ -248,7 +248,7 @@ def _write_nan_report(run: TrainingRun, step_batches: StepBatches, bad: SkippedS
     samples: dict[int, tuple[float, float]] = {}
     for stats in run.task.micro_batch_stats:
         samples |= zip(
-            stats.global_positions, zip(stats.timesteps.tolist(), stats.losses.tolist(), strict=True), strict=True
+            stats.global_positions, zip(stats.noise_fractions.tolist(), stats.losses.tolist(), strict=True), strict=True
         )
     images = []
     for batch in step_batches.micro_batches:

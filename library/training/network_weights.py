@@ -15,7 +15,7 @@ from ..adapters.component_key_names import ComponentKeys
 from ..adapters.file_reader import read_adapter_file
 from ..adapters.fused_qkv import needs_scale_shift_swap
 from ..adapters.injection import Adapter, KeptTensors
-from ..adapters.kohya_diffusers_comfyui_keys import AdapterFileContents, convert_from_file_format
+from ..adapters.kohya_diffusers_comfyui_keys import EMBEDDING_PREFIX, AdapterFileContents, convert_from_file_format
 from ..adapters.merge import merge_adapter, merge_bias_adapter
 from ..adapters.module_adapter import BIAS, DOWN, PEFT_SUFFIXES, ModuleAdapter, iter_named_tensors
 from ..adapters.peft_types import RankAlpha
@@ -93,7 +93,7 @@ def read_initial_weights(
             weights, idle = split_idle_layers(weights, _list_idle_modules(family, pipe))
             problems += _inspect_network_file(adapter, weights, family)
             independent = frozenset(_find_independent_modules(weights, components))
-            _log_notices(adapter.network_weights, weights, idle)
+            _log_notices(adapter, weights, idle)
     if problems:
         raise FileError(problems)
     return InitialWeights(
@@ -266,20 +266,21 @@ def _shares_lora_a(one: ModuleAdapter, other: ModuleAdapter) -> bool:
     return one.alpha == other.alpha and torch.equal(one.tensors[DOWN], other.tensors[DOWN])
 
 
-def _log_notices(path: str, content: AdapterFileContents, idle: AdapterFileContents | None) -> None:
+def _log_notices(adapter: AdapterConfig, content: AdapterFileContents, idle: AdapterFileContents | None) -> None:
     if idle is not None:
         logger.info(
             "network_weights: %s: %d layers have no effect in this model, for example %s; they are kept unchanged",
-            Path(path).name,
+            Path(adapter.network_weights or "").name,
             len(idle.alphas),
             next(iter(idle.alphas)),
         )
     if content.num_tucker:
         logger.info("network_weights: %d Tucker modules are trained as LoRA of the same effect", content.num_tucker)
-    if content.embeddings:
+    trained = f"{EMBEDDING_PREFIX}{adapter.token_string}."  # its vectors start from these (token_embeddings.py)
+    if others := [key for key in content.embeddings if not key.startswith(trained)]:
         logger.warning(
             "network_weights: %d bundled embeddings are not used and not trained; kohya and comfy files keep them",
-            len(content.embeddings),
+            len(others),
         )
 
 

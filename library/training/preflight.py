@@ -190,7 +190,7 @@ def validate_objective(
     noise: NoiseConfig, loss: LossConfig, family: "Family", process: "NoiseProcess"
 ) -> Iterator[Problem]:
     """Check the objective against the prediction type, which is certain only when the model is loaded."""
-    from ..diffusion.weighting import find_unbounded_weightings
+    from ..diffusion.loss_weighting import find_unbounded_weightings
 
     yield from validate_objective_for_model(noise, loss, family.facts.title, process.prediction_type)
     for name in find_unbounded_weightings(process, loss):

@@ -21,7 +21,7 @@ from ..config.schema_output import PreviewConfig
 from ..dataloader.images import load_preview_controls
 from ..dataloader.sample_prompts import Prompt
 from ..dataset.clip_encoding import encode_mp4, encode_webp
-from ..dataset.frame_windows import FrameRule
+from ..dataset.clip_windows import FrameRule
 from ..models.sampling import use_eval_mode
 from ..models.training_adapter import bypass_training_adapter
 from ..optim.optimizers import use_eval_weights

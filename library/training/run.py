@@ -22,7 +22,7 @@ from ..dataloader.caption_templates import apply_templates
 from ..dataloader.prepare import PreparedData
 from ..dataloader.run_plan import RunPlan
 from ..dataloader.sample_prompts import Prompt, load_preview_prompts
-from ..diffusion.noise_experts import NoiseExperts
+from ..diffusion.expert_selection import NoiseExperts
 from ..distributed.config_agreement import NF4_KERNEL
 from ..distributed.launcher_monitor import LauncherMonitor
 from ..distributed.launcher_settings import find_overridden_settings
@@ -75,7 +75,7 @@ logger = logging.getLogger(__name__)
 def run_training(
     config: RunConfig, locations: Mapping[str, Place] | None = None, check_output: Callable[[], None] = lambda: None
 ) -> None:
-    """Train a LoRA; ``locations`` says where each option was set, for messages.
+    """Train an adapter, a model or token embeddings; ``locations`` says where each option was set, for messages.
 
     ``check_output`` may raise for the files in ``output_dir``; it is called on the main rank and raises on all.
     """

@@ -1,7 +1,7 @@
 """Save the weights of a run at its intervals: under which names, with which metadata; retention and upload.
 
-What is written is up to the subclasses, ``save_adapter`` and ``save_model``.  Old files are deleted by
-``checkpoint_retention``.  The main rank writes; weights of which each rank holds a part are gathered for it.
+What is written is up to the subclasses, in ``save_adapter``, ``save_model`` and ``save_embedding``.  Old files are
+deleted by ``checkpoint_retention``.  The main rank writes; weights of which each rank holds a part are gathered for it.
 """
 
 import hashlib

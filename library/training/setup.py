@@ -12,8 +12,9 @@ from torch import nn
 
 from ..adapters import injection
 from ..adapters.component_key_names import clean_parameter_name
-from ..adapters.dropout_and_max_norm import LoraDropout, MaxNormRegularizer
+from ..adapters.lora_dropout import LoraDropout
 from ..adapters.precision import cast_trainable_parameters, leave_input_casts_to_autocast
+from ..adapters.update_norms import MaxNormRegularizer
 from ..atomic_files import find_write_error
 from ..cache.paths import resolve_cache_dirs
 from ..cache.readers import CacheReaders, build_step_loader

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
-from ..adapters.dropout_and_max_norm import MaxNormRegularizer
+from ..adapters.update_norms import MaxNormRegularizer
 from ..config import RunConfig
 from ..dataloader.loader import StepBatches, StepLoader
 from ..dataloader.run_plan import RunPlan

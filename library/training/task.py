@@ -12,14 +12,14 @@ import torch
 from PIL.Image import Image, fromarray
 from torch import Tensor, nn
 
-from ..adapters.dropout_and_max_norm import LoraDropout
 from ..adapters.injection import scale_adapters
+from ..adapters.lora_dropout import LoraDropout
 from ..cache.keys import hash_controls
 from ..cache.readers import TextReader
 from ..dataloader.batch import Batch, Cond, Moments, PixelBatch, concatenate_cond, map_cond_tensors, normalize_pixels
 from ..diffusion.masked_loss import reduce_loss_per_sample, resize_mask_to_latents
 from ..diffusion.objective import NoisyBatch, Objective
-from ..diffusion.timesteps import draw_timestep_buckets
+from ..diffusion.timestep_sampling import draw_timestep_buckets
 from ..distributed.step_phases import record_phase
 from ..errors import UserError
 from ..models.base import ControlTextFamily, Family, T5Family
@@ -33,7 +33,7 @@ from .preservation import OutputPreservation, PreservedOutput
 class MicroBatchStats:
     """Statistics of a micro-batch for logging; tensors stay on the device until they are read."""
 
-    timesteps: Tensor  # (B,): in 0..1, where 1 is the highest noise level
+    noise_fractions: Tensor  # (B,): in 0..1, where 1 is the highest noise level
     losses: Tensor  # (B,): before loss_weights
     loss_weights: Tensor  # (B,): 0 for padding
     sample_keys: tuple[str, ...]
@@ -181,8 +181,8 @@ class DiffusionTask:
 
     def record_losses(self, inputs: StepInputs, losses: Tensor, step: int) -> None:
         """Keep the losses of a micro-batch for logging."""
-        batch, timesteps = inputs.batch, inputs.noised.timesteps / self.objective.process.num_timesteps
-        stats = MicroBatchStats(timesteps, losses, batch.loss_weights, batch.sample_keys, batch.global_positions)
+        batch, fractions = inputs.batch, inputs.noised.timesteps / self.objective.process.num_timesteps
+        stats = MicroBatchStats(fractions, losses, batch.loss_weights, batch.sample_keys, batch.global_positions)
         self._record_stats(stats, step)
 
     def _draw_expert(self, step: int, latents: Tensor) -> tuple[str, tuple[float, float]]:

@@ -4,14 +4,18 @@ The vectors are float32 parameters of ``ExtendedEmbedding`` whatever the precisi
 EMA, checkpoints and DDP need nothing else.  ``models.token_vectors`` has the tokens and the module.
 """
 
+import logging
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..adapters.file_reader import read_safetensors
+from ..adapters.file_reader import iter_tensors, read_safetensors
+from ..adapters.kohya_diffusers_comfyui_keys import EMBEDDING_PREFIX
 from ..config.schema import AdapterConfig, RunConfig
 from ..config.schema_optim import OptimConfig
 from ..errors import UserError
@@ -29,6 +33,8 @@ from ..optim.optimizers import ParamGroup
 from ..problems import Problem
 from ..randomness import Purpose, derive_generator
 from .trainable_modules import TrainableModules, prepare_for_training
+
+logger = logging.getLogger(__name__)
 
 SINGLE_KEY = "emb_params"
 """The key in embedding files of models with one text encoder."""
@@ -51,15 +57,17 @@ def add_token_vectors(modules: TrainableModules, config: RunConfig, family: Fami
     """Add the vectors to the text encoders of a pipeline, and these to the trainable modules."""
     adapter = config.adapter
     names = select_extended_text_encoders(adapter, family.facts)
-    saved = read_embedding_weights(adapter, family.facts)
+    saved = read_saved_vectors(adapter, family.facts)
+    if saved is not None:
+        logger.info("%s: the vectors start from those of %s", saved.option, saved.path)
     for name in names:
         encoder, tokenizer = getattr(pipe, name), get_tokenizer(pipe, name)
         if name not in dict(modules.named_children()):
             modules.add_module(name, encoder.requires_grad_(False))
         table = encoder.get_input_embeddings().weight.detach().float()
         vectors = (
-            saved[name].to(table)
-            if saved
+            saved.vectors[name].to(table)
+            if saved is not None
             else build_initial_vectors(adapter, config.train.seed, name, tokenizer, table)
         )
         ids = add_vector_tokens(tokenizer, adapter.token_string or "", adapter.num_vectors_per_token)
@@ -109,15 +117,49 @@ def collect_vectors(modules: nn.Module, facts: FamilyFacts) -> dict[str, Tensor]
     return {keys[name.partition(".")[0]]: each.vectors.detach() for name, each in found}
 
 
-def read_embedding_weights(config: AdapterConfig, facts: FamilyFacts) -> dict[str, Tensor]:
-    """Read ``embedding_weights``, the vectors of each text encoder; empty without it."""
-    if config.embedding_weights is None:
-        return {}
-    path = Path(config.embedding_weights).expanduser()
-    tensors, _ = read_safetensors(path)
-    found = {name: tensors.get(key) for name, key in list_file_keys(facts).items()}
-    if len(found) == 1 and None in found.values() and len(tensors) == 1:  # of diffusers: the key is the word
-        found = dict.fromkeys(found, next(iter(tensors.values())))
-    if missing := [key for name, key in list_file_keys(facts).items() if found[name] is None]:
-        raise UserError(Problem("embedding_weights", f"{path} has no {missing[0]}: it is not of {facts.title}"))
-    return {name: tensor.reshape(-1, tensor.shape[-1]) for name, tensor in found.items() if tensor is not None}
+@dataclass(frozen=True)
+class SavedVectors:
+    """The vectors of each text encoder that training goes on from, and where they are."""
+
+    vectors: Mapping[str, Tensor]
+    option: str
+    """``embedding_weights``, or ``network_weights`` for a LoRA file that has the vectors of the word, too."""
+    path: Path
+
+
+def read_saved_vectors(config: AdapterConfig, facts: FamilyFacts) -> SavedVectors | None:
+    """Read the vectors of ``embedding_weights``, or those of the word in ``network_weights``, if there are any."""
+    if config.embedding_weights is not None:
+        path = Path(config.embedding_weights).expanduser()
+        tensors, _ = read_safetensors(path)
+        found = _find_bundled_vectors(tensors, config, facts) or _find_vectors(tensors, facts)
+        if missing := [key for name, key in list_file_keys(facts).items() if found.get(name) is None]:
+            raise UserError(Problem("embedding_weights", f"{path} has no {missing[0]}: it is not of {facts.title}"))
+        return SavedVectors(found, "embedding_weights", path)
+    if config.network_weights is not None and config.token_string:
+        path = Path(config.network_weights).expanduser()
+        bundled = (item for item in iter_tensors(path) if item[0].startswith(EMBEDDING_PREFIX))
+        if found := _find_bundled_vectors(dict(bundled), config, facts):
+            return SavedVectors(found, "network_weights", path)
+    return None
+
+
+def _find_vectors(tensors: Mapping[str, Tensor], facts: FamilyFacts) -> dict[str, Tensor]:
+    """Find the vectors of each text encoder in an embedding file."""
+    keys = list_file_keys(facts)
+    if len(keys) == len(tensors) == 1:  # of diffusers: the key is the word
+        keys = dict(zip(keys, tensors, strict=True))
+    return {name: _as_rows(tensors[key]) for name, key in keys.items() if key in tensors}
+
+
+def _find_bundled_vectors(
+    tensors: Mapping[str, Tensor], config: AdapterConfig, facts: FamilyFacts
+) -> dict[str, Tensor]:
+    """Find the vectors of the word in a LoRA file; empty unless it has those of all text encoders."""
+    start = f"{EMBEDDING_PREFIX}{config.token_string}."
+    keys = {name: f"{start}{key}" for name, key in facts.text.embedding_keys.items()}
+    return {name: _as_rows(tensors[key]) for name, key in keys.items()} if {*keys.values()} <= tensors.keys() else {}
+
+
+def _as_rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])

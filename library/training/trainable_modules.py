@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from ..adapters import injection
-from ..adapters.dropout_and_max_norm import LoraDropout
+from ..adapters.lora_dropout import LoraDropout
 from ..adapters.peft_types import RankAlpha
 from ..adapters.targets_rank_alpha import TargetComponent, TargetLayer
 from ..adapters.token_layout import PLAIN_LAYOUT, ShardedTokens, TokenLayout

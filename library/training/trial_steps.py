@@ -15,7 +15,7 @@ import torch
 
 from ..dataloader.batch import PixelBatch, TextLength
 from ..dataloader.batch_plan import MicroBatchSchedule, PlannedStage, get_planned_stages
-from ..dataset.frame_windows import FrameRule
+from ..dataset.clip_windows import FrameRule
 from ..distributed.device_memory import has_device_memory
 from ..distributed.step_phases import OutOfMemory, record_phase
 from ..errors import UserError

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..config.schema import AdapterConfig
 from ..dataloader.manifest import Manifest, Sample
@@ -15,7 +14,7 @@ from ..models.detect import DetectedModel, get_config_reader
 from ..models.model_configs import is_tokenizer
 from ..models.token_vectors import list_vector_tokens, tokenize_words
 from ..problems import Problem
-from .token_embeddings import get_tokenizer, read_embedding_weights, tokenize_initial_words
+from .token_embeddings import SavedVectors, get_tokenizer, read_saved_vectors, tokenize_initial_words
 
 logger = logging.getLogger(__name__)
 
@@ -48,16 +47,16 @@ def validate_token(config: AdapterConfig, family: Family, detected: DetectedMode
         yield Problem("token_string", text, "use Stable Diffusion 1, 2 or XL", others=("train",))
         return
     try:
-        saved = read_embedding_weights(config, facts)
+        saved = read_saved_vectors(config, facts)
     except UserError as error:
         yield from error.problems
-        saved = {}
+        saved = None
     names = [name for name in facts.components if is_tokenizer(name)]
     pipe, read_config = family.load(detected, torch.float32, names), get_config_reader(detected)
     for name in facts.text.embedding_keys:
         yield from _validate_tokens(config, get_tokenizer(pipe, name))
-        if name in saved:
-            yield from _validate_vectors(config, name, saved[name], (read_config(f"{name}/config.json") or {}))
+        if saved is not None:
+            yield from _validate_vectors(config, name, saved, (read_config(f"{name}/config.json") or {}))
 
 
 def _validate_tokens(config: AdapterConfig, tokenizer: Any) -> Iterator[Problem]:
@@ -83,15 +82,14 @@ def _validate_tokens(config: AdapterConfig, tokenizer: Any) -> Iterator[Problem]
 
 
 def _validate_vectors(
-    config: AdapterConfig, name: str, vectors: Tensor, encoder: Mapping[str, Any]
+    config: AdapterConfig, name: str, saved: SavedVectors, encoder: Mapping[str, Any]
 ) -> Iterator[Problem]:
+    vectors = saved.vectors[name]
     count, width = config.num_vectors_per_token, encoder.get("hidden_size", vectors.shape[-1])
     if len(vectors) != count:
-        text = f"{config.embedding_weights} has {len(vectors)} vectors, and num_vectors_per_token is {count}"
+        text = f"{saved.path} has {len(vectors)} vectors, and num_vectors_per_token is {count}"
         fix = f"use num_vectors_per_token {len(vectors)}"
-        yield Problem("embedding_weights", text, fix, others=("num_vectors_per_token",))
+        yield Problem(saved.option, text, fix, others=("num_vectors_per_token",))
     if vectors.shape[-1] != width:
-        text = (
-            f"{config.embedding_weights} has vectors of {vectors.shape[-1]} numbers, and those of {name} have {width}"
-        )
-        yield Problem("embedding_weights", text, "use a file for this model")
+        text = f"{saved.path} has vectors of {vectors.shape[-1]} numbers, and those of {name} have {width}"
+        yield Problem(saved.option, text, "use a file for this model")

@@ -15,8 +15,8 @@ from ..dataloader.buckets import BucketAssignment
 from ..dataloader.invalid_images import CROP_WARNING_FRACTION, UPSCALE_WARNING_FACTOR
 from ..dataloader.manifest import Sample
 from ..dataloader.prepare import prepare_data
+from ..dataset.clip_windows import DEFAULT_FRAME_RULE
 from ..dataset.dataset_config import load_dataset_config
-from ..dataset.frame_windows import DEFAULT_FRAME_RULE
 from ..dataset.image_ref import ImageRef
 from ..dataset.schema import DatasetConfig, SubsetConfig
 from ..errors import UserError

@@ -29,7 +29,7 @@ from library.dataloader.images import BadSample
 from library.dataloader.loader import MicroBatchDataset
 from library.dataloader.prepare import prepare_data
 from library.diffusion.process import NoiseProcess, build_discrete_process
-from library.diffusion.timesteps import compute_timesteps
+from library.diffusion.timestep_sampling import compute_timesteps
 from library.errors import UserError
 from library.randomness import derive_seed
 

@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,9 +131,15 @@ class Function:
     is_property: bool
 
 
+@cache
+def list_nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """Every node of a module, found once for all figures."""
+    return tuple(ast.walk(tree))
+
+
 def list_functions(file: str, tree: ast.Module) -> Iterator[Function]:
     """Every function and method of a module, nested ones included."""
-    for node in ast.walk(tree):
+    for node in list_nodes(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             decorators = {ast.unparse(item).split("(")[0].rpartition(".")[2] for item in node.decorator_list}
             yield Function(file, node.name, node, bool(decorators & {"property", "cached_property"}))
@@ -141,7 +148,7 @@ def list_functions(file: str, tree: ast.Module) -> Iterator[Function]:
 def list_docstrings(file: str, tree: ast.Module) -> Iterator[Docstring]:
     """Every docstring of a module, and every string below a field or constant."""
     properties = {item.node for item in list_functions(file, tree) if item.is_property}
-    for node in ast.walk(tree):
+    for node in list_nodes(tree):
         statements = getattr(node, "body", None)
         for statement in statements if isinstance(statements, list) else []:
             value = statement.value if isinstance(statement, ast.Expr) else None
@@ -169,7 +176,7 @@ def list_variadic_names(trees: Iterable[ast.Module]) -> set[str]:
     """Names of functions and classes that take any number of positional arguments, which cannot be keywords."""
     names = set()
     for tree in trees:
-        for node in ast.walk(tree):
+        for node in list_nodes(tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.args.vararg is not None:
                 names.add(node.name)
     return names
@@ -334,7 +341,7 @@ def measure(root: Path) -> dict[str, float]:
     skips = {name: _count_skips(root / name) for name in ("library", "tests")}
     outside = [item for item in named if not PREFLIGHT_MODULES.search(item.file)]
     variadic_names = list_variadic_names(trees.values())
-    calls = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    calls = [node for tree in trees.values() for node in list_nodes(tree) if isinstance(node, ast.Call)]
     docstrings = [item for file, tree in trees.items() for item in list_docstrings(file, tree)]
     family = list_family_members(trees)
     modules = [file for file in lines if not file.endswith(("__init__.py", "__main__.py"))]

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import max_relative_difference
 
-from library.adapters.dropout_and_max_norm import LoraDropout
+from library.adapters.lora_dropout import LoraDropout
 from library.errors import UserError
 from library.models.families import FAMILIES
 from library.parallel.context_parallel import ContextParallel, SequenceShards

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 from training_runs import max_relative_difference, write_prompts
 
-from library.adapters.dropout_and_max_norm import LoraDropout
+from library.adapters.lora_dropout import LoraDropout
 from library.parallel.compile import Compilation
 from library.parallel.context_parallel import ContextParallel
 from library.parallel.parallel_plan import BlockSequence, ParallelPlan

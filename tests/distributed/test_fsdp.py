@@ -63,6 +63,7 @@ def test_validation_losses_equal_those_of_ddp(ddp_and_fsdp_folders):
 # checkpoints
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(
     ("ranks", "fsdp"),
     [(2, ("--fsdp",)), pytest.param(4, ("--fsdp", "--dp_replicate_size", "2"), marks=pytest.mark.slow)],

@@ -5,6 +5,7 @@ from one_result import BOUNDS, REFERENCE, train_layout, write_even_dataset
 from training_runs import max_relative_difference
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(
     ("model", "name", "precision", "flags"),
     [

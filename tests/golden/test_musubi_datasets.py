@@ -12,8 +12,8 @@ from problem_lines import format_lines
 from library.config.schema_data import DataConfig
 from library.dataloader.buckets import build_bucket_assigner
 from library.dataloader.prepare import prepare_data
+from library.dataset.clip_windows import FrameRule, FrameSettings, list_frame_windows, select_frames
 from library.dataset.dataset_config import parse_dataset_config
-from library.dataset.frame_windows import FrameRule, FrameSettings, list_frame_windows, select_frames
 from library.dataset.musubi_format import set_musubi_bucket_steps
 from library.dataset.schema import DatasetConfig, collect_flag_defaults
 from library.dataset.validate import validate_dataset_config

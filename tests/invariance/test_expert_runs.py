@@ -12,8 +12,8 @@ from training_runs import train
 
 from library.config.schema_distributed import ParallelConfig
 from library.config.schema_objective import NoiseConfig
-from library.diffusion.noise_experts import HIGH_NOISE, LOW_NOISE, NoiseExperts
-from library.diffusion.noise_levels import NoiseDistribution
+from library.diffusion.expert_selection import HIGH_NOISE, LOW_NOISE, NoiseExperts
+from library.diffusion.noise_level_distributions import NoiseDistribution
 from library.diffusion.timestep_shift import FixedShift
 from library.errors import ConfigError
 from library.models.families import FAMILIES

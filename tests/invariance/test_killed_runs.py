@@ -49,6 +49,7 @@ CASES = [
 ]
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize(
     ("name", "ranks", "options", "victims"),
     [CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:])],

@@ -57,6 +57,7 @@ def test_resume_gives_equal_weights_ema_and_metrics(uninterrupted_run, dataset, 
     assert count_logged_steps(uninterrupted_run) == STEPS
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("family", ["flux2_klein", "chroma"])
 def test_resume_of_transformers_gives_equal_weights_ema_and_metrics(dataset, tmp_path, family):
     model = ("--pretrained_model_name_or_path", f"random:{family}:tiny", "--max_train_steps", "6")

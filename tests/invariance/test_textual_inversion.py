@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 from problem_lines import format_texts
 from rank_processes import run_on_ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_pipelines import get_tiny_sd1_folder
 from training_runs import train, write_images
 
@@ -20,7 +21,7 @@ from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
 from library.training.preflight import RunFacts, check_run_settings
-from library.training.token_embeddings import build_embedding_modules
+from library.training.token_embeddings import build_embedding_modules, read_saved_vectors
 
 MODELS = {"sd1": get_tiny_sd1_folder, "sdxl": lambda: "random:sdxl:tiny"}
 CAPTIONS = ["a photo of mytoken, in a box", "mytoken", "a box (mytoken:1.3)", "a photo of a box"]
@@ -216,3 +217,17 @@ def test_a_run_begins_with_any_image_also_one_whose_caption_lacks_the_word(seed,
     flags = ("--max_train_steps", "1", "--seed", seed, "--dataset_config", str(dataset), "--output_dir", str(tmp_path))
     run_on_ranks(1, train, *TOKEN, *flags)
     assert read_files(tmp_path)
+
+
+def test_vectors_start_from_those_of_the_word_in_a_lora_file(tmp_path):
+    """Also where that file is given as embedding_weights; those of another word are none of this one."""
+    bundled = {f"bundle_emb.{word}.clip_l": torch.randn(3, 64) for word in ("mytoken", "mytoken2")}
+    save_file(bundled, path := tmp_path / "lora.safetensors")
+    for option in ("--network_weights", "--embedding_weights"):
+        _, _, modules = load_extended(get_tiny_sd1_folder(), "--train", "lora", option, str(path))
+        (vectors,) = (each for each in modules.parameters() if each.requires_grad)
+        assert torch.equal(vectors, bundled["bundle_emb.mytoken.clip_l"])
+    adapter = parse_config([*TOKEN, "--train", "lora", "--network_weights", str(path)]).config.adapter
+    facts = FAMILIES.get("sd1").facts
+    assert read_saved_vectors(adapter, facts) is not None
+    assert read_saved_vectors(replace(adapter, token_string="else"), facts) is None

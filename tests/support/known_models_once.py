@@ -5,10 +5,9 @@ from types import ModuleType
 import pytest
 
 from library.models import known_models as known_models_module
-from library.tools import lora_identification
-from library.tools.lora import lora_files
+from library.tools.lora import identification, lora_files
 
-READERS: tuple[ModuleType, ...] = (known_models_module, lora_files, lora_identification)
+READERS: tuple[ModuleType, ...] = (known_models_module, lora_files, identification)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -23,7 +23,7 @@ from library.estimate import meta_memory_meter
 from library.estimate.layout_search import LayoutEstimate, estimate_layouts
 from library.estimate.memory_estimate import MemoryEstimate
 from library.estimate.meta_run import LargestBatch
-from library.estimate.meta_runs import MetaRuns
+from library.estimate.meta_run_cache import MetaRuns
 from library.estimate.parallel_layouts import LayoutFinder
 from library.estimate.step_time import Devices
 from library.models.detect import DetectedModel, detect_model

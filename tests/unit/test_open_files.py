@@ -94,6 +94,7 @@ attempt("closed folder", shutil.rmtree, "folder")
     }
 
 
+@pytest.mark.slow
 @needs_proc
 def test_read_adapter_files_and_checkpoints_are_not_mapped(tmp_path):
     """On Windows a file that is read and still mapped could not be overwritten by the run that has read it."""

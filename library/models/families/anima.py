@@ -25,9 +25,9 @@ from ..facts import (
     TextFacts,
     TrainerNames,
 )
+from ..family_noise_levels import LOGIT_NORMAL, WEIGHTED, TrainingNoiseFacts
 from ..model_configs import ConfigReader, read_required
 from ..shared_facts import KOHYA_FLOW_OBJECTIVE, T5_TOKENIZER, match_flow_model
-from ..training_noise import LOGIT_NORMAL, WEIGHTED, TrainingNoiseFacts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

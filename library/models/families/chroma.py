@@ -23,6 +23,7 @@ from ..facts import (
     TextFacts,
     TrainerNames,
 )
+from ..family_noise_levels import LOGIT_NORMAL, PARABOLA, NoiseLevels, TrainingNoiseFacts
 from ..model_configs import ConfigReader, read_required
 from ..shared_facts import (
     DENOISER_PREFIXES,
@@ -33,7 +34,6 @@ from ..shared_facts import (
     T5_TOKENIZER,
     match_flow_model,
 )
-from ..training_noise import LOGIT_NORMAL, PARABOLA, NoiseLevels, TrainingNoiseFacts
 from .flux import FACTS as FLUX_FACTS
 from .flux import FLUX_KEYS, build_single_file_layout
 

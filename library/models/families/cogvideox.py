@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...adapters.original_module_names import DIFFUSERS_ONLY_KEYS
-from ...dataset.frame_windows import FrameRule
+from ...dataset.clip_windows import FrameRule
 from ..base import BaseModelInfo, Family
 from ..facts import (
     BlockFacts,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ...dataset.frame_windows import FrameRule
+from ...dataset.clip_windows import FrameRule
 from ..base import BaseModelInfo
 from ..facts import DetectionFacts, FamilyMatch, PipelineFacts, SamplingFacts
 from ..model_configs import ConfigReader

@@ -22,9 +22,9 @@ from ..facts import (
     TextFacts,
     TrainerNames,
 )
+from ..family_noise_levels import LOGIT_NORMAL, TrainingNoiseFacts
 from ..model_configs import ConfigReader, read_required, read_scheduler_config
 from ..shared_facts import DENOISER_PREFIXES, match_flow_model
-from ..training_noise import LOGIT_NORMAL, TrainingNoiseFacts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

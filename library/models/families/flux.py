@@ -35,6 +35,7 @@ from ..facts import (
     TextFacts,
     TrainerNames,
 )
+from ..family_noise_levels import LOGIT_NORMAL, NoiseLevels, TrainingNoiseFacts
 from ..model_configs import ConfigReader, read_required
 from ..shared_facts import (
     CLIP_L_PREFIXES,
@@ -49,7 +50,6 @@ from ..shared_facts import (
     T5_TOKENIZER,
     match_flow_model,
 )
-from ..training_noise import LOGIT_NORMAL, NoiseLevels, TrainingNoiseFacts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

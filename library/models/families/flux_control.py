@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..base import BaseModelInfo
 from ..facts import FamilyMatch, SamplingFacts, TrainerNames
+from ..family_noise_levels import AS_SAMPLED
 from ..model_configs import ConfigReader
 from ..shared_facts import match_flow_model
-from ..training_noise import AS_SAMPLED
 from .channel_inputs import (
     ONE_CONTROL,
     ONE_MASK,

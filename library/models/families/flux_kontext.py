@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base import BaseModelInfo
 from ..facts import ControlFacts, TrainerNames
-from ..training_noise import WEIGHTED, NoiseLevels, TrainingNoiseFacts
+from ..family_noise_levels import WEIGHTED, NoiseLevels, TrainingNoiseFacts
 from .flux import FACTS as FLUX_FACTS
 from .flux import Flux
 

@@ -22,9 +22,9 @@ from ..facts import (
     TextFacts,
     TrainerNames,
 )
+from ..family_noise_levels import LOGIT_NORMAL, NoiseLevels, TrainingNoiseFacts
 from ..model_configs import ConfigReader, read_required
 from ..shared_facts import CLIP_G_PREFIXES, CLIP_L_PREFIXES, DENOISER_PREFIXES, T5_PREFIXES, match_flow_model
-from ..training_noise import LOGIT_NORMAL, NoiseLevels, TrainingNoiseFacts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -25,9 +25,9 @@ from ..facts import (
     TextFacts,
     TrainerNames,
 )
+from ..family_noise_levels import NoiseLevels, TrainingNoiseFacts
 from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import DENOISER_PREFIXES, KOHYA_FLOW_OBJECTIVE, MASKED_ATTENTION_MODES, match_flow_model
-from ..training_noise import NoiseLevels, TrainingNoiseFacts
 from .hunyuan_image_keys import COMFYUI_KEYS, HUNYUAN_IMAGE_KEYS, LAYOUT, SINGLE_PARTS, build_vae_patterns
 
 if TYPE_CHECKING:

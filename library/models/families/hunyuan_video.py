@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...adapters.original_module_names import IMAGE_STREAM, TEXT_STREAM
 from ...adapters.token_layout import OTHER_TOKENS, TokenLayout
-from ...dataset.frame_windows import FrameRule
+from ...dataset.clip_windows import FrameRule
 from ...diffusion.timestep_shift import FixedShift
 from ..base import BaseModelInfo, Family
 from ..facts import (
@@ -24,6 +24,7 @@ from ..facts import (
     TextFacts,
     TrainerNames,
 )
+from ..family_noise_levels import LOGIT_NORMAL, NoiseLevels, TrainingNoiseFacts
 from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import (
     CLIP_L_PREFIXES,
@@ -32,7 +33,6 @@ from ..shared_facts import (
     MASKED_ATTENTION_MODES,
     match_flow_model,
 )
-from ..training_noise import LOGIT_NORMAL, NoiseLevels, TrainingNoiseFacts
 from .hunyuan_image_keys import SINGLE_PARTS
 from .hunyuan_video_keys import COMFYUI_KEYS, HUNYUAN_VIDEO_KEYS, LAYOUT, build_video_vae_patterns
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...adapters.original_module_names import IMAGE_STREAM, TEXT_STREAM, KeyStyle, OriginalModule, build_stream_modules
 from ...adapters.token_layout import TokenLayout
 from ...config.network_args import NetworkFacts
-from ...dataset.frame_windows import FrameRule
+from ...dataset.clip_windows import FrameRule
 from ...diffusion.timestep_shift import FixedShift
 from ...registry import copy_class_name
 from ..base import BaseModelInfo, Family
@@ -26,9 +26,9 @@ from ..facts import (
     TextFacts,
     TrainerNames,
 )
+from ..family_noise_levels import NoiseLevels, TrainingNoiseFacts
 from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import DENOISER_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
-from ..training_noise import NoiseLevels, TrainingNoiseFacts
 from .hunyuan_image import BOTH_TEXTS, build_glyph_kwargs, build_guided_pipeline_class, call_with_glyphs
 from .hunyuan_image_keys import LAYOUT as IMAGE_LAYOUT
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ...dataset.frame_windows import FrameRule
+from ...dataset.clip_windows import FrameRule
 from ...diffusion.timestep_shift import FixedShift
 from ..base import BaseModelInfo, Family
 from ..facts import DetectionFacts, FamilyMatch, PipelineFacts, SamplingFacts, SingleFileFacts, TrainerNames
+from ..family_noise_levels import NoiseLevels, TrainingNoiseFacts
 from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import match_flow_model
-from ..training_noise import NoiseLevels, TrainingNoiseFacts
 from .kandinsky5_image import FACTS as IMAGE_FACTS
 from .kandinsky5_image import MAX_SIDE_POSITIONS, Kandinsky5Image, rename_channels
 

@@ -24,9 +24,9 @@ from ..facts import (
     TextFacts,
     TrainerNames,
 )
+from ..family_noise_levels import LOGIT_NORMAL, UNIFORM, NoiseLevels, TrainingNoiseFacts, read_scheduler_shift
 from ..model_configs import ConfigReader, read_required
 from ..shared_facts import DENOISER_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
-from ..training_noise import LOGIT_NORMAL, UNIFORM, NoiseLevels, TrainingNoiseFacts, read_scheduler_shift
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...adapters.original_module_names import KeyStyle
-from ...dataset.frame_windows import FrameRule
+from ...dataset.clip_windows import FrameRule
 from ..base import BaseModelInfo, Family
 from ..facts import (
     BlockFacts,
@@ -19,9 +19,9 @@ from ..facts import (
     SamplingFacts,
     TextFacts,
 )
+from ..family_noise_levels import LOGIT_NORMAL, TrainingNoiseFacts
 from ..model_configs import ConfigReader, ModelError, get_downscale_factor, read_required
 from ..shared_facts import T5_TOKENIZER, match_flow_model
-from ..training_noise import LOGIT_NORMAL, TrainingNoiseFacts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ...diffusion.timestep_shift import DynamicShift
 from ..base import BaseModelInfo, Family
 from ..facts import TrainerNames
-from ..training_noise import LOGIT_NORMAL, TrainingNoiseFacts
+from ..family_noise_levels import LOGIT_NORMAL, TrainingNoiseFacts
 from .ltx_video import FACTS as LTX_FACTS
 from .ltx_video import FRAME_RATE, FRAME_STRIDE, LTXVideo, match_ltx_video
 

@@ -25,9 +25,9 @@ from ..facts import (
     TextFacts,
     TrainerNames,
 )
+from ..family_noise_levels import NoiseLevels, TrainingNoiseFacts
 from ..model_configs import ConfigReader, read_required
 from ..shared_facts import DENOISER_PREFIXES, GEMMA2_PREFIXES, KOHYA_FLOW_OBJECTIVE, match_flow_model
-from ..training_noise import NoiseLevels, TrainingNoiseFacts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

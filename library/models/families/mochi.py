@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...adapters.original_module_names import KeyStyle, OriginalModule
-from ...dataset.frame_windows import FrameRule
+from ...dataset.clip_windows import FrameRule
 from ...diffusion.timestep_shift import NO_SHIFT
 from ...registry import copy_class_name
 from ..base import BaseModelInfo, Family
@@ -21,9 +21,9 @@ from ..facts import (
     SamplingFacts,
     TextFacts,
 )
+from ..family_noise_levels import TrainingNoiseFacts
 from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import CLIPS_NOT_TRIED, T5_TOKENIZER, match_flow_model
-from ..training_noise import TrainingNoiseFacts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -20,6 +20,7 @@ from ..facts import (
     TextFacts,
     TrainerNames,
 )
+from ..family_noise_levels import LOGIT_NORMAL, WEIGHTED, NoiseLevels, TrainingNoiseFacts
 from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import (
     DENOISER_PREFIXES,
@@ -27,7 +28,6 @@ from ..shared_facts import (
     MASKED_ATTENTION_MODES,
     match_flow_model,
 )
-from ..training_noise import LOGIT_NORMAL, WEIGHTED, NoiseLevels, TrainingNoiseFacts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

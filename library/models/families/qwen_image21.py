@@ -21,9 +21,9 @@ from ..facts import (
     SingleFileFacts,
     TextFacts,
 )
+from ..family_noise_levels import TrainingNoiseFacts
 from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import DENOISER_PREFIXES, match_flow_model
-from ..training_noise import TrainingNoiseFacts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -20,9 +20,9 @@ from ..facts import (
     TextFacts,
     TrainerNames,
 )
+from ..family_noise_levels import UNIFORM, TrainingNoiseFacts
 from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import DENOISER_PREFIXES, GEMMA2_PREFIXES, match_flow_model
-from ..training_noise import UNIFORM, TrainingNoiseFacts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ...dataset.frame_windows import FrameRule
+from ...dataset.clip_windows import FrameRule
 from ...diffusion.timestep_shift import FixedShift
 from ...registry import copy_class_name
 from ..base import BaseModelInfo
 from ..facts import DetectionFacts, FamilyMatch, PipelineFacts, SamplingFacts, SingleFileFacts, TrainerNames
+from ..family_noise_levels import TrainingNoiseFacts
 from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import match_flow_model
-from ..training_noise import TrainingNoiseFacts
 from .sana import FACTS as SANA_FACTS
 from .sana import Sana
 

@@ -33,6 +33,7 @@ from ..facts import (
     TextFacts,
     TrainerNames,
 )
+from ..family_noise_levels import LOGIT_NORMAL, UNIFORM, NoiseLevels, TrainingNoiseFacts
 from ..model_configs import ConfigReader, read_required
 from ..shared_facts import (
     CLIP_G_PREFIXES,
@@ -47,7 +48,6 @@ from ..shared_facts import (
     T5_TOKENIZER,
     match_flow_model,
 )
-from ..training_noise import LOGIT_NORMAL, UNIFORM, NoiseLevels, TrainingNoiseFacts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -9,6 +9,7 @@ from ...adapters.original_module_names import DIFFUSERS_KEYS
 from ...config.network_args import NetworkFacts
 from ..base import BaseModelInfo
 from ..facts import FamilyMatch, SingleFileFacts, TrainerNames
+from ..family_noise_levels import TrainingNoiseFacts
 from ..model_configs import ConfigReader, ModelError
 from ..shared_facts import (
     CLIP_G_TOKENIZER,
@@ -16,7 +17,6 @@ from ..shared_facts import (
     UNET_VAE_PREFIXES,
     match_unet_model,
 )
-from ..training_noise import TrainingNoiseFacts
 from .channel_inputs import encode_preview_control, load_picture
 from .sdxl import FACTS as SDXL_FACTS
 from .sdxl import StableDiffusionXL, is_refiner

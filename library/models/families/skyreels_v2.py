@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from ...config.network_args import GENERAL_NETWORK
-from ...dataset.frame_windows import FrameRule
+from ...dataset.clip_windows import FrameRule
 from ...diffusion.timestep_shift import FixedShift
 from ..base import BaseModelInfo
 from ..facts import DetectionFacts, FamilyMatch, PipelineFacts, SamplingFacts, SingleFileFacts
+from ..family_noise_levels import TrainingNoiseFacts
 from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import match_flow_model
-from ..training_noise import TrainingNoiseFacts
 from .wan import FACTS as WAN_FACTS
 from .wan import Wan
 

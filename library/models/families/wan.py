@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...adapters.original_module_names import KeyStyle
 from ...config.network_args import NetworkFacts
-from ...dataset.frame_windows import FrameRule
+from ...dataset.clip_windows import FrameRule
 from ...diffusion.timestep_shift import FixedShift
 from ..base import BaseModelInfo, Family
 from ..facts import (
@@ -23,9 +23,9 @@ from ..facts import (
     TextFacts,
     TrainerNames,
 )
+from ..family_noise_levels import NoiseLevels, TrainingNoiseFacts
 from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import CLIPS_NOT_TRIED, DENOISER_PREFIXES, match_flow_model
-from ..training_noise import NoiseLevels, TrainingNoiseFacts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...config.schema import ModelConfig
-from ...diffusion.noise_experts import HIGH_NOISE, LOW_NOISE, NoiseExperts, TrainedExperts
+from ...diffusion.expert_selection import HIGH_NOISE, LOW_NOISE, NoiseExperts, TrainedExperts
 from ...diffusion.timestep_shift import FixedShift
 from ...problems import Problem
 from ..base import BaseModelInfo, Family
 from ..facts import DetectionFacts, FamilyFacts, FamilyMatch, PipelineFacts, SamplingFacts, TrainerNames
+from ..family_noise_levels import TrainingNoiseFacts
 from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import DENOISER_PREFIXES, match_flow_model
-from ..training_noise import TrainingNoiseFacts
 from .wan import FACTS as WAN_FACTS
 from .wan import WAN_FRAMES, Wan
 from .wan_i2v import CONDITION_CHANNELS, WanI2V

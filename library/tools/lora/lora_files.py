@@ -23,7 +23,7 @@ from ...errors import FileError, UserError
 from ...models.known_models import load_known_models
 from ...models.own_families import get_family_facts
 from ...problems import Problem, report_file
-from ..lora_identification import (
+from .identification import (
     IdentifiedLora,
     find_stated_families,
     identify_lora,

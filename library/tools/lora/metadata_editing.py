@@ -11,7 +11,7 @@ from ...adapters.metadata import MODELSPEC_USER_KEYS, add_model_hashes
 from ...adapters.validate_file import describe_unknown_keys
 from ...errors import FileError
 from ...problems import Problem, report_file
-from ..lora_identification import identify_lora
+from .identification import identify_lora
 
 HASH_KEYS = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256")
 _LONGEST_VALUE = 200

@@ -22,9 +22,17 @@ from ..thumbnails import LARGE_SIDE, THUMBNAIL_SIDE, load_file_thumbnail
 from ..workbench import JSONAnswer, get_workbench, render_page
 from .caption_model import KNOWN_MODELS, build_caption_command, find_caption_models, start_captioning
 from .card import describe_duration, describe_plan, format_devices
-from .mends import CropChoice, MendLog, convert_picture, crop_picture, list_side_files, remove_picture, rotate_picture
 from .model_choices import DEMO, build_demo_choice, build_model_values, find_choice, list_choices
 from .picture_check import CheckedPicture, build_assigner, export_folder, export_picture, find_picture
+from .picture_repairs import (
+    CropChoice,
+    MendLog,
+    convert_picture,
+    crop_picture,
+    list_side_files,
+    remove_picture,
+    rotate_picture,
+)
 from .plain_words import FIRST_FIELDS
 from .project import PROMPTS_FILE, Project
 from .run_settings import build_run_values, check_run, list_speeds

@@ -17,7 +17,7 @@ from library.config.schema import AdapterConfig
 from library.errors import ConfigError, UserError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
-from library.tools.lora_identification import identify_lora
+from library.tools.lora.identification import identify_lora
 from library.training.network_weights import read_initial_weights
 
 MODULE = "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q"
@@ -154,6 +154,7 @@ def test_all_files_with_problems_are_reported_at_once(tmp_path):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change, message",
     [

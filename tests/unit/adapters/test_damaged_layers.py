@@ -13,7 +13,7 @@ from library.config.schema import AdapterConfig
 from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
-from library.tools.lora_identification import read_lora_file
+from library.tools.lora.identification import read_lora_file
 from library.training.network_weights import read_initial_weights
 
 LINEAR = "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q"  # 64 x 64
@@ -166,6 +166,7 @@ def test_the_layers_are_right_before_they_are_damaged(tmp_path):
         assert (read_lora_file(path).family, read_lora_file(path).is_known_size) == ("sd1", True)
 
 
+@pytest.mark.slow
 def test_base_weights_with_a_damaged_tensor_are_named_with_the_layer(damaged_files):
     adapter = AdapterConfig(base_weights=tuple(damaged_files))
 

@@ -25,7 +25,7 @@ from library.models.detect import detect_model
 from library.models.families import FAMILIES, FAMILY_FACTS
 from library.models.loading import load_components_on_meta
 from library.models.weights import build_empty_model
-from library.tools.lora_identification import identify_lora
+from library.tools.lora.identification import identify_lora
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 EVERY = list_cases(FAMILY_FACTS)
@@ -172,6 +172,7 @@ def golden_file(path, name, dtype=torch.float16):
 FAMILY_OF = {"sd15": "sd1", "sdxl": "sdxl", "sd3_medium": "sd3", "flux": "flux"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, zero, file_format",
     [pytest.param("lora", "lora_down.weight", "diffusers", marks=pytest.mark.slow), ("lokr", "lokr_w2_b", "comfy")],

@@ -6,13 +6,8 @@ from text_encoder_runs import build_trainable_case, compute_loss
 from torch import nn
 
 from library.adapters import injection
-from library.adapters.dropout_and_max_norm import (
-    LoraDropout,
-    MaxNormRegularizer,
-    compute_layer_update_norms,
-    compute_lora_norm,
-    hash_to_uniform,
-)
+from library.adapters.lora_dropout import LoraDropout, hash_to_uniform
+from library.adapters.update_norms import MaxNormRegularizer, compute_layer_update_norms, compute_lora_norm
 from library.config.schema import AdapterConfig
 from library.errors import ConfigError
 from library.training.trainable_modules import build_lora_dropout

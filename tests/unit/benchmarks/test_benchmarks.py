@@ -321,6 +321,7 @@ def assert_errors_are_those_of_half_precision(measured, count):
 NORMS = (accuracy.PEFT, accuracy.SHARED_CASTS, accuracy.NORMS)
 
 
+@pytest.mark.slow
 def test_errors_of_norms_and_lora_layers_are_measured_against_float64():
     measured = run_benchmark("accuracy", "--models")
     assert_errors_are_those_of_half_precision(measured, 5 * 2 * 3 + 4 * 2)

@@ -399,6 +399,7 @@ def test_a_log_keeps_its_first_error_and_its_end():
     assert program._cut_middle("short") == "short"
 
 
+@pytest.mark.slow
 def test_a_run_after_a_compiled_one_is_not_compiled(tmp_path):
     (tmp_path / "data").mkdir()
     argv = write_dataset(TINY, tmp_path / "data", 2)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from library.config.schema_data import DataConfig
-from library.dataloader.captions import process_caption
+from library.dataloader.caption_processing import process_caption
 from library.dataset.caption_files import read_caption_file
 from library.dataset.dataset_config import parse_dataset_config
 from library.dataset.schema import SubsetConfig, collect_flag_defaults

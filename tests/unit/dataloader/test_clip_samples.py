@@ -17,7 +17,7 @@ from library.config.schema_data import DataConfig
 from library.dataloader.batch import Moments
 from library.dataloader.loader import MicroBatchDataset
 from library.dataloader.prepare import PreparedData, prepare_data
-from library.dataset.frame_windows import FrameRule
+from library.dataset.clip_windows import FrameRule
 from library.errors import ConfigError
 
 RULE = FrameRule(stride=4, fps=16.0)

@@ -20,9 +20,9 @@ from library.dataloader.buckets import BucketAssignment
 from library.dataloader.images import load_resized_mask, resize_mask
 from library.dataloader.loader import LoadedImage, MicroBatchDataset
 from library.dataloader.prepare import PreparedData, prepare_data
-from library.dataset import image_inspection, masks, scan
+from library.dataset import image_inspection, mask_files, scan
 from library.dataset.image_ref import ImageRef
-from library.dataset.masks import Mask, load_image_and_mask, match_masks
+from library.dataset.mask_files import Mask, load_image_and_mask, match_masks
 from library.dataset.validate import validate_dataset_config
 from library.errors import ConfigError
 
@@ -474,8 +474,8 @@ def test_mask_scans_are_cached_and_updated_when_masks_change(tmp_path, monkeypat
     settings = config(tmp_path, dataset(FOLDER), dataset("image_dir = 'alpha'\nalpha_mask = true"), masked_loss=True)
     looked: list[str] = []
     for module, name in (
-        (masks, "inspect_mask"),
-        (masks, "inspect_alpha_mask"),
+        (mask_files, "inspect_mask"),
+        (mask_files, "inspect_alpha_mask"),
         (image_inspection, "inspect_bytes"),
     ):
         real = getattr(module, name)

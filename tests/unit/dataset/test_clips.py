@@ -11,7 +11,7 @@ from PIL import Image
 
 from library.dataset.clip_decoding import ClipError, convert_frame, read_clip_frames
 from library.dataset.clip_inspection import build_clip_inspector, hash_clip, inspect_clip
-from library.dataset.frame_windows import (
+from library.dataset.clip_windows import (
     ClipFrames,
     FrameRule,
     FrameSettings,

@@ -12,7 +12,7 @@ from problem_lines import format_lines, format_unused
 from library.config.schema_data import DataConfig
 from library.config.types import Resolution
 from library.dataloader.buckets import BucketAssignment, assign_controls, build_bucket_assigner
-from library.dataloader.captions import process_caption
+from library.dataloader.caption_processing import process_caption
 from library.dataloader.dataset_metadata import build_dataset_metadata
 from library.dataloader.prepare import PreparedData, prepare_data
 from library.dataset.dataset_config import parse_dataset_config

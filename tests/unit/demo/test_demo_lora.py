@@ -21,7 +21,7 @@ from library.models.families import FAMILIES
 ROOT = Path(__file__).resolve().parents[3]
 PROMPTS = ROOT / "dataset_configs" / "demo_prompts.txt"
 STEPS, SEEDS = 80, 8
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.daily]
 
 
 @pytest.fixture(scope="module")

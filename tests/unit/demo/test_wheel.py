@@ -14,7 +14,7 @@ from safetensors import safe_open
 ROOT = Path(__file__).resolve().parents[3]
 PARTS = ("library", "dataset_configs")
 FILES = ("train_lora.py", "pyproject.toml", "README.md", "LICENSE", "constraints.txt")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.daily]
 
 
 def list_files(folder: Path) -> set[str]:

@@ -14,8 +14,13 @@ from library.config.options import iter_options
 from library.config.schema import RunConfig
 from library.config.schema_objective import LossConfig, NoiseConfig
 from library.diffusion import losses
+from library.diffusion.loss_weighting import (
+    FLOW_WEIGHTINGS,
+    SNR_WEIGHTINGS,
+    compute_loss_weights,
+    find_unbounded_weightings,
+)
 from library.diffusion.process import EpsilonProcess, FlowMatchingProcess, VPredictionProcess
-from library.diffusion.weighting import FLOW_WEIGHTINGS, SNR_WEIGHTINGS, compute_loss_weights, find_unbounded_weightings
 
 THEIRS = DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
 ZERO = DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", rescale_betas_zero_snr=True)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from library.config.schema_objective import LossConfig, NoiseConfig
-from library.diffusion import timesteps
-from library.diffusion.noise_levels import NoiseDistribution
+from library.diffusion import timestep_sampling
+from library.diffusion.noise_level_distributions import NoiseDistribution
 from library.diffusion.objective import Objective
 from library.diffusion.process import FlowMatchingProcess
 from library.diffusion.timestep_shift import FixedShift
@@ -20,7 +20,7 @@ SETTINGS = {"sigmoid_scale": 1.3, "logit_mean": 0.6, "logit_std": 1.7, "mode_sca
 
 
 def sample_sigmas(u=U, **settings):
-    return timesteps.compute_timesteps(u, NoiseConfig(**settings), MODEL, LATENTS).double() / 1000
+    return timestep_sampling.compute_timesteps(u, NoiseConfig(**settings), MODEL, LATENTS).double() / 1000
 
 
 def shift_by_mu(t, mu):
@@ -77,12 +77,12 @@ def test_qinglong_is_the_mixture_of_musubi_tuner(kind):
 @pytest.mark.parametrize("is_cut", [False, True])
 @pytest.mark.parametrize(
     ("sampling", "scheme"),
-    [*((name, None) for name in timesteps.TIMESTEP_SAMPLINGS), ("sigma", "logit_normal"), ("sigma", "mode")],
+    [*((name, None) for name in timestep_sampling.TIMESTEP_SAMPLINGS), ("sigma", "logit_normal"), ("sigma", "mode")],
 )
 def test_shares_in_closed_form_are_those_of_the_sampled_noise_levels(sampling, scheme, bounds, is_cut):
     options = dict(timestep_sampling=sampling, weighting_scheme=scheme, preserve_distribution_shape=is_cut)
     noise = NoiseConfig(**SETTINGS, **bounds, **options)
-    sigmas = timesteps.compute_timesteps(U, noise, MODEL, LATENTS).double() / 1000
+    sigmas = timestep_sampling.compute_timesteps(U, noise, MODEL, LATENTS).double() / 1000
     distribution = NoiseDistribution(sampling, noise, MODEL.shift)
     for level in (0.1, 0.25, 0.5, 0.9):
         share = (sigmas < level).double().mean().item()
@@ -103,12 +103,12 @@ def test_a_preserved_shape_is_that_of_samples_of_which_those_outside_the_range_a
 
 
 def test_of_as_many_samples_in_a_row_as_there_are_timestep_buckets_one_is_in_each():
-    buckets = timesteps.draw_timestep_buckets(7, 5, range(40))
+    buckets = timestep_sampling.draw_timestep_buckets(7, 5, range(40))
     rows = [buckets[first : first + 5] for first in range(0, 40, 5)]
     assert all(sorted(row) == [0, 1, 2, 3, 4] for row in rows)
     assert len(set(map(tuple, rows))) > 1, "in another order each time"
-    assert timesteps.draw_timestep_buckets(7, 5, [33, 4]) == [buckets[33], buckets[4]]
-    assert timesteps.draw_timestep_buckets(8, 5, range(40)) != buckets
+    assert timestep_sampling.draw_timestep_buckets(7, 5, [33, 4]) == [buckets[33], buckets[4]]
+    assert timestep_sampling.draw_timestep_buckets(8, 5, range(40)) != buckets
 
 
 @pytest.mark.parametrize(
@@ -121,8 +121,8 @@ def test_the_table_of_a_mixture_has_the_quantiles_that_bisection_finds(kind, set
     u = torch.cat(
         [ends[:1], torch.rand(20_000, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), ends[1:]]
     )
-    logits = timesteps.bisect_mixture_logits(u, torch.special.ndtri(u), distribution.build_mixture(TOKENS))
-    actual = timesteps.mixture_quantile(u, distribution, TOKENS)
+    logits = timestep_sampling.bisect_mixture_logits(u, torch.special.ndtri(u), distribution.build_mixture(TOKENS))
+    actual = timestep_sampling.mixture_quantile(u, distribution, TOKENS)
     torch.testing.assert_close(actual, torch.sigmoid(logits), rtol=0, atol=1e-6)
 
 
@@ -131,5 +131,5 @@ def test_quantiles_of_a_mixture_are_not_bisected_again_in_each_step(monkeypatch)
     objective = Objective(MODEL, NoiseConfig(timestep_sampling="qinglong_flux"), LossConfig())
     first = objective.compute_timesteps(u, LATENTS)
     calls = []
-    monkeypatch.setattr(timesteps, "bisect_mixture_logits", lambda *call: calls.append(call) or call[1])
+    monkeypatch.setattr(timestep_sampling, "bisect_mixture_logits", lambda *call: calls.append(call) or call[1])
     assert torch.equal(objective.compute_timesteps(u, LATENTS), first) and not calls

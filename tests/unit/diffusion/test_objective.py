@@ -18,12 +18,12 @@ from library.config.schema import RunConfig
 from library.config.schema_objective import LossConfig, NoiseConfig
 from library.config.unused_options import _SAMPLERS_WITHOUT_ZERO_SNR
 from library.dataloader.sample_prompts import Prompt
+from library.diffusion.loss_weighting import SNR_WEIGHTINGS
 from library.diffusion.model_prediction import MODEL_PREDICTION_TYPES
 from library.diffusion.objective import Objective
 from library.diffusion.process import EpsilonProcess, FlowMatchingProcess, VPredictionProcess
+from library.diffusion.timestep_sampling import draw_timestep_buckets
 from library.diffusion.timestep_shift import FixedShift
-from library.diffusion.timesteps import draw_timestep_buckets
-from library.diffusion.weighting import SNR_WEIGHTINGS
 from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES

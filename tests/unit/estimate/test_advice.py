@@ -21,7 +21,7 @@ from library.estimate.advice import (
 )
 from library.estimate.layout_search import estimate_layouts, search_layouts
 from library.estimate.meta_run import LargestBatch, MetaRun
-from library.estimate.meta_runs import MetaRuns
+from library.estimate.meta_run_cache import MetaRuns
 from library.estimate.parallel_layouts import LayoutFinder
 from library.estimate.step_time import Devices
 from library.parallel.quantize import RELATIVE_ERRORS

@@ -28,7 +28,7 @@ from library.estimate.layout_search import estimate_layouts, suggest_savings
 from library.estimate.memory_estimate import count_in_flight, split_model
 from library.estimate.meta_memory_meter import AutocastEmulation, MemoryMeter, MeterReading, run_backward
 from library.estimate.meta_run import LargestBatch, MetaRun
-from library.estimate.meta_runs import MetaRuns, get_partition
+from library.estimate.meta_run_cache import MetaRuns, get_partition
 from library.estimate.optimizer_memory import measure_optimizer
 from library.estimate.parallel_layouts import LayoutFinder
 from library.estimate.step_memory import StepMemory
@@ -357,6 +357,7 @@ def test_the_meta_batch_has_the_sizes_of_images_and_captions():
     assert batch.moments.mean_and_std.shape[-2:] == (12, 8) and len(short) < len(long_one)
 
 
+@pytest.mark.slow
 def test_a_budget_of_the_compiler_reduces_the_estimate():
     saved = {}
     for budget in ("", "1", "0.5"):

@@ -10,7 +10,7 @@ from library.config.schema_optim import OptimConfig
 from library.estimate.full_search import CHANGES, FullSearch
 from library.estimate.full_training import count_collected_bytes
 from library.estimate.meta_run import LargestBatch
-from library.estimate.meta_runs import MetaRuns
+from library.estimate.meta_run_cache import MetaRuns
 from library.estimate.optimizer_memory import measure_optimizer
 from library.estimate.parallel_layouts import LayoutFinder, format_flags
 from library.estimate.step_memory import StepMemory

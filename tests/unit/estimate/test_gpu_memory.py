@@ -14,7 +14,7 @@ from PIL import Image
 from library.config.options import flatten_config
 from library.distributed.world import World
 from library.errors import ConfigError
-from library.estimate.gpu_memory import CHOSEN_OPTIONS, choose_memory_options
+from library.estimate.memory_option_choice import CHOSEN_OPTIONS, choose_memory_options
 from library.training.checkpoint_dir import write_checkpoint
 from library.training.preflight import load_settings
 from library.training.resume import serialize_settings
@@ -65,6 +65,7 @@ def test_what_is_chosen_is_set_named_in_one_line_and_located(flags, caplog):
     assert str(chosen.locations["gradient_checkpointing"]) == "--gpu_memory 1.85547GB"
 
 
+@pytest.mark.slow
 def test_with_enough_memory_only_what_costs_nothing_is_chosen(flags):
     options, _ = choose(flags, "--gpu_memory", ENOUGH)
     assert options == {"cache_latents": True, "cache_text_encoder_outputs": True, "mixed_precision": "bf16"}

@@ -10,7 +10,7 @@ from problem_lines import format_lines
 from library.config import parse_config
 from library.config.schema_objective import LossConfig, NoiseConfig
 from library.diffusion.losses import LossContext, exponential_threshold
-from library.diffusion.timesteps import compute_timesteps
+from library.diffusion.timestep_sampling import compute_timesteps
 from library.models.families import FAMILIES
 from library.models.loading import import_model_class
 from library.models.model_configs import load_bundled_config

@@ -9,8 +9,8 @@ from diffusers.models.activations import GEGLU
 from diffusers.models.attention import FeedForward
 from torch import nn
 
-from library.adapters.dropout_and_max_norm import LoraDropout
 from library.adapters.injection import inject_into_model, iter_adapter_parameters
+from library.adapters.lora_dropout import LoraDropout
 from library.adapters.precision import leave_input_casts_to_autocast
 from library.config.schema import AdapterConfig
 from library.models.recomputed_activations import FEED_FORWARDS, HALVES, recompute_activations

@@ -10,13 +10,13 @@ import torch
 
 from library.config.schema_objective import LossConfig, NoiseConfig
 from library.diffusion.process import FlowMatchingProcess
+from library.diffusion.timestep_sampling import TIMESTEP_SAMPLINGS
 from library.diffusion.timestep_shift import FixedShift
-from library.diffusion.timesteps import TIMESTEP_SAMPLINGS
 from library.estimate import noise_summary
 from library.estimate.noise_summary import NoiseSummary
 from library.models.detect import detect_model, get_config_reader
 from library.models.families import FAMILIES, FAMILY_FACTS
-from library.models.training_noise import PROGRAMS, NoiseLevels
+from library.models.family_noise_levels import PROGRAMS, NoiseLevels
 from library.training.preflight import find_settings_problems, load_settings
 from library.training.resume import describe_default_noise_levels, find_changes
 from library.training.setup import build_objective

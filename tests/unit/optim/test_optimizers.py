@@ -16,14 +16,13 @@ from library.config.schema_optim import SCHEDULERS_WITH_ARGS, OptimConfig
 from library.config.types import StepsOrRatio
 from library.errors import UserError
 from library.optim.ema import AdapterEMA
+from library.optim.learning_rates import get_learning_rates, set_learning_rates
 from library.optim.lr_schedulers import PROGRESS_SCHEDULES, SCHEDULER_ARGS, build_lr_schedule
 from library.optim.optimizers import (
     OPTIMIZERS,
     ParamGroup,
     build_optimizer,
     describe_optimizer,
-    get_learning_rates,
-    set_learning_rates,
     use_eval_weights,
 )
 from library.optim.validate_optimizer import find_learning_rate_warnings, validate_lr_schedule, validate_optimizer

@@ -18,7 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from training_runs import max_relative_difference, train
 
-from library.adapters.dropout_and_max_norm import compute_layer_update_norms, find_adapter_layers
+from library.adapters.update_norms import compute_layer_update_norms, find_adapter_layers
 from library.config import parse_config
 from library.config.types import DeviceMap
 from library.distributed.devices import Machine

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from library.adapters import injection, precision
-from library.adapters.dropout_and_max_norm import LoraDropout
+from library.adapters.lora_dropout import LoraDropout
 from library.config.schema import AdapterConfig
 from library.parallel.fuse_lora import fuse_lora_layers
 from library.parallel.lora_linear import FusedLoraForward

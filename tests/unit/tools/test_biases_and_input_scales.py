@@ -13,7 +13,7 @@ from library.config.schema import AdapterConfig
 from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
-from library.tools.lora_identification import identify_lora
+from library.tools.lora.identification import identify_lora
 from library.training.network_weights import merge_base_weights, read_initial_weights
 
 __all__ = ["known_models"]  # a fixture
@@ -118,6 +118,7 @@ def test_changes_of_biases_are_converted_and_back_without_loss(name, tmp_path, c
     assert "diffusers does not load changes of biases (diff_b); use comfy or kohya" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_changes_of_biases_are_summed_scaled_and_kept_by_the_lora_tools(tmp_path, capsys):
     one, two, out = (tmp_path / f"{each}.safetensors" for each in ("one", "two", "out"))
     pipe, files = TINY["sd1"]().pipe, []
@@ -179,6 +180,7 @@ def build_input_dora(name):
     return tensors, expected
 
 
+@pytest.mark.slow
 def test_a_dora_scale_per_input_is_merged_converted_and_resized(tmp_path, capsys):
     source, comfy, back, small = (tmp_path / f"{each}.safetensors" for each in ("in", "comfy", "back", "small"))
     tensors, expected = build_input_dora("sd1")

@@ -61,6 +61,7 @@ def test_the_packed_names_are_the_names_of_the_layers():
     assert found.shapes == built.shapes
 
 
+@pytest.mark.slow
 def test_a_lora_of_another_size_is_converted_by_its_names(tmp_path, capsys):
     path, module = tmp_path / "in.safetensors", "lora_unet_mid_block_attentions_0_proj_in"
     save_file({f"{module}.lora_down.weight": torch.ones(1, 24), f"{module}.lora_up.weight": torch.ones(24, 1)}, path)
@@ -71,6 +72,7 @@ def test_a_lora_of_another_size_is_converted_by_its_names(tmp_path, capsys):
     assert len(load_file(tmp_path / "out.safetensors")) == 3
 
 
+@pytest.mark.slow
 def test_metadata_of_a_converted_file_is_that_of_its_tensors(tmp_path):
     """diffusers' files have alpha = rank, and other tensors than the file before."""
     source, there, back = (tmp_path / f"{name}.safetensors" for name in ("in", "there", "back"))

@@ -16,7 +16,7 @@ from library.cli import run_tool
 from library.errors import UserError
 from library.models.families import FAMILIES, FAMILY_FACTS
 from library.models.known_models import load_known_models
-from library.tools.lora_identification import find_stated_families, identify_lora, read_lora_file
+from library.tools.lora.identification import find_stated_families, identify_lora, read_lora_file
 
 __all__ = ["known_models"]  # a fixture
 
@@ -52,6 +52,7 @@ def test_attention_layers_of_qwen_image_are_not_taken_for_those_of_flux(metadata
     assert identify_lora(build_lora(KOHYA_NAMES), metadata, models, is_for_inspection=False).family == "qwen_image"
 
 
+@pytest.mark.slow
 def test_a_converted_and_a_resized_file_of_qwen_image_keep_its_layers(tmp_path, capsys):
     source, there, back, small = (tmp_path / f"{name}.safetensors" for name in ("in", "there", "back", "small"))
     save_lora(source, KOHYA_NAMES)

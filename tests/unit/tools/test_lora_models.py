@@ -12,9 +12,9 @@ from tiny_pipelines import TINY
 from library.adapters.kohya_diffusers_comfyui_keys import convert_to_file_format
 from library.cli import run_tool
 from library.models.families import FAMILIES
+from library.tools.lora.identification import read_lora_file
 from library.tools.lora.lora_files import read_lora_files
 from library.tools.lora.low_rank import add_updates, compute_difference, compute_norm, factor_update
-from library.tools.lora_identification import read_lora_file
 
 __all__ = ["known_models"]  # a fixture
 

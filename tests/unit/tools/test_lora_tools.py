@@ -14,9 +14,9 @@ from library.adapters.merge import compute_delta_weight
 from library.adapters.module_adapter import ModuleAdapter
 from library.cli import run_tool
 from library.tools.lora.block_names import get_block, is_selected, parse_block_factors
+from library.tools.lora.identification import read_lora_file
 from library.tools.lora.low_rank import compute_norm, decompose, factor_update, multiply_out
 from library.tools.lora.rank_rule import RankRule
-from library.tools.lora_identification import read_lora_file
 
 __all__ = ["known_models"]  # a fixture
 

@@ -190,6 +190,7 @@ def test_separate_lora_a_of_query_key_and_value_are_trained_apart(is_dim_from_we
         assert torch.equal(loaded[first.replace(".1.", ".0.")], loaded[second.replace(".1.", ".0.")])
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_file_may_lack_some_modules_that_share_lora_a(tmp_path):
     """As in files of sd-scripts whose query modules have a zero update."""

@@ -16,7 +16,7 @@ from training_runs import max_relative_difference, train, write_images, write_pr
 
 from library.config.schema_output import PreviewConfig
 from library.dataset.clip_encoding import decode_animation
-from library.dataset.frame_windows import FrameRule
+from library.dataset.clip_windows import FrameRule
 from library.trackers import Trackers
 from library.training.preview import Preview, encode_preview
 

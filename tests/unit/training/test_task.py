@@ -8,7 +8,7 @@ import torch
 from tiny_pipelines import TINY
 from training_task import HEIGHT, WIDTH, make_pixel_batch, task
 
-from library.adapters.dropout_and_max_norm import LoraDropout
+from library.adapters.lora_dropout import LoraDropout
 from library.config.schema_objective import LossConfig, NoiseConfig
 from library.models.families import FAMILIES
 from library.parallel.async_copy import CopyStream
@@ -53,8 +53,8 @@ def test_micro_batch_stats_are_those_of_the_latest_step(task):
     assert second.loss_weights.tolist() == [0.0]
     torch.testing.assert_close(first.losses * first.loss_weights, losses[0].detach())
     assert losses[0].requires_grad and not first.losses.requires_grad and second.losses.item() > 0
-    assert torch.equal(second.timesteps, task.denoiser.t / 1000)
-    assert all(0 <= t < 1 for stats in task.micro_batch_stats for t in stats.timesteps)
+    assert torch.equal(second.noise_fractions, task.denoiser.t / 1000)
+    assert all(0 <= t < 1 for stats in task.micro_batch_stats for t in stats.noise_fractions)
 
 
 def test_timestep_buckets_are_counted_over_the_run_however_a_step_is_split(task):

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import write_images
 
-from library.adapters import dropout_and_max_norm
-from library.adapters.dropout_and_max_norm import compute_update_norms
+from library.adapters import update_norms
+from library.adapters.update_norms import compute_update_norms
 from library.training.callbacks import UpdateNorms, group_norms_by_layer_type
 
 
@@ -76,7 +76,7 @@ class ProductCounter(TorchDispatchMode):
 @pytest.mark.parametrize(("max_numel", "chunks"), [(2**24, 2), (130, 5), (1, 12)])
 def test_update_norms_of_one_shape_are_computed_at_once_in_chunks(max_numel, chunks, monkeypatch):
     """A kernel for each of a model's hundreds of layers takes longer than the products."""
-    monkeypatch.setattr(dropout_and_max_norm, "MAX_COPIED_NUMEL", max_numel)
+    monkeypatch.setattr(update_norms, "MAX_COPIED_NUMEL", max_numel)
     torch.manual_seed(1)
     model = nn.ModuleList(nn.Linear(8, 12 if index % 2 else 6) for index in range(12))
     inject_adapter_in_model(LoraConfig(r=3, target_modules=r"\d+", init_lora_weights=False), model)

@@ -18,8 +18,8 @@ from library.models.families import FAMILY_FACTS
 from library.web.guard import MAX_BODY_BYTES, MAX_UPLOAD_BYTES
 from library.web.guided import step_pages
 from library.web.guided.card import GB, describe_plan, format_devices
-from library.web.guided.mends import MendLog
 from library.web.guided.model_choices import build_model_values, list_choices
+from library.web.guided.picture_repairs import MendLog
 from library.web.guided.plain_words import FAMILY_SENTENCES, FIRST_FIELDS
 from library.web.guided.project import Project
 from library.web.login_sessions import Sessions

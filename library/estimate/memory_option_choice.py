@@ -33,7 +33,7 @@ from .advice import (
 from .dry_run import build_dry_run
 from .full_search import FULL_OPTIONS, FullSearch, build_search
 from .layout_search import find_training_batch
-from .meta_runs import MetaRuns
+from .meta_run_cache import MetaRuns
 from .parallel_layouts import LAYOUT_OPTIONS, LayoutFinder, ParallelLayout, format_flags
 from .step_time import Devices
 

@@ -2,7 +2,7 @@
 
 Each sampling is the quantile function of its density, applied to one uniform number ``u`` per sample (``u = 0.5`` gives
 the median).  So a sample's timestep does not depend on its batch, and validation can use fixed quantiles.
-The same densities as cumulative distributions are in noise_levels.py, the formulas of the shifts in
+The same densities as cumulative distributions are in noise_level_distributions.py, the formulas of the shifts in
 timestep_shift.py.
 """
 
@@ -15,7 +15,7 @@ from torch import Size, Tensor
 
 from ..config.schema_objective import NoiseConfig
 from ..randomness import Purpose, derive_rng
-from .noise_levels import NUM_TRAIN_TIMESTEPS, LogitNormal, NoiseDistribution
+from .noise_level_distributions import NUM_TRAIN_TIMESTEPS, LogitNormal, NoiseDistribution
 from .process import FlowMatchingProcess, NoiseProcess, apply_shift
 
 MIN_SIGMA = 1e-6

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ..config.schema_objective import NoiseConfig, TimestepSampling
-from ..diffusion.noise_levels import NoiseDistribution
+from ..diffusion.noise_level_distributions import NoiseDistribution
 from ..diffusion.timestep_shift import TimestepShift, build_timestep_shift
 from .model_configs import ConfigReader, read_scheduler_config
 

@@ -12,27 +12,27 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..adapters.component_key_names import ComponentKeys
-from ..adapters.file_reader import read_adapter_file
-from ..adapters.kohya_diffusers_comfyui_keys import (
+from ...adapters.component_key_names import ComponentKeys
+from ...adapters.file_reader import read_adapter_file
+from ...adapters.kohya_diffusers_comfyui_keys import (
     AdapterFileContents,
     convert_from_file_format,
     group_by_file_module,
 )
-from ..adapters.metadata import NetworkSizes, list_network_sizes
-from ..adapters.validate_file import (
+from ...adapters.metadata import NetworkSizes, list_network_sizes
+from ...adapters.validate_file import (
     describe_foreign_keys,
     describe_origin,
     describe_unknown_keys,
     find_size_problems,
     group_unread_keys,
 )
-from ..adapters.validate_tensors import find_tensor_problems
-from ..errors import UserError
-from ..models.families import FAMILY_FACTS
-from ..models.known_models import KnownModel, build_own_models, load_known_models
-from ..models.own_families import get_family_facts
-from ..problems import Problem, report_file
+from ...adapters.validate_tensors import find_tensor_problems
+from ...errors import UserError
+from ...models.families import FAMILY_FACTS
+from ...models.known_models import KnownModel, build_own_models, load_known_models
+from ...models.own_families import get_family_facts
+from ...problems import Problem, report_file
 
 _NAMES_IN_METADATA: Mapping[str, str] = {
     **{name: name for name in FAMILY_FACTS if name != "flux"},

@@ -1,7 +1,7 @@
 """Distributions of noise levels in training: their shifts, and the share of samples below a level; no torch.
 
-The shares are the cumulative distributions of the densities that timesteps.py samples from, in closed form.  All but
-``uniform`` and ``sigma`` are mixtures of logit-normal densities: ``logit(sigma)`` is normally distributed.
+The shares are the cumulative distributions of the densities that timestep_sampling.py samples from, in closed form.
+All but ``uniform`` and ``sigma`` are mixtures of logit-normal densities: ``logit(sigma)`` is normally distributed.
 """
 
 import math
@@ -66,7 +66,7 @@ class NoiseDistribution:
     default_shift: TimestepShift
     """The shift of ``shift`` and ``sigma`` without ``discrete_flow_shift``."""
     mixture_tables: dict[tuple["LogitNormal", ...], Any] = field(default_factory=dict, compare=False, repr=False)
-    """The quantiles of the mixtures that were sampled from so far, which timesteps.py tabulates once for each size."""
+    """The quantiles of the mixtures sampled from so far, which timestep_sampling.py tabulates once for each size."""
 
     @property
     def range(self) -> tuple[float, float]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..randomness import Purpose, derive_rng
-from .noise_levels import NoiseDistribution
+from .noise_level_distributions import NoiseDistribution
 
 HIGH_NOISE: Literal["high_noise"] = "high_noise"
 LOW_NOISE: Literal["low_noise"] = "low_noise"
