@@ -55,11 +55,16 @@ def estimate_full_training(layout: ParallelLayout, run: MetaRun, optimizer: Opti
     has_bucket_view = is_ddp and layout.config.distributed.ddp_gradient_as_bucket_view
     after_backward = optimizer.count_temporaries()
     if layout.dims.model_parallel_size > 1:  # gradients are copied into flat tensors for their all-reduce
-        after_backward = max(after_backward, min(weights, MAX_FLAT_ELEMENTS * weights // run.trainable_elements))
+        after_backward = max(after_backward, count_flat_bytes(run, weights))
     has_gradients = accumulates or has_bucket_view
     peak = _find_peak(step, weights, after_backward, run.encoding_peak, has_gradients=has_gradients)
     buffers = weights if is_ddp and not has_bucket_view else 0
     return FullBytes(weights, weights, optimizer.state, peak - weights, buffers=buffers)
+
+
+def count_flat_bytes(run: MetaRun, gradients: int) -> int:
+    """Count the bytes of the tensor into which gradients are copied for an all-reduce."""
+    return min(gradients, MAX_FLAT_ELEMENTS * run.trainable_bytes // run.trainable_elements)
 
 
 def _find_peak(

@@ -10,7 +10,7 @@ from ..distributed.fsdp_settings import FSDPSettings
 from ..parallel.device_map import build_device_map, iter_weight_devices
 from ..parallel.fsdp import find_fsdp_blocks
 from ..parallel.pipeline_stages import partition_blocks
-from .full_training import FullBytes, count_zero_buckets, estimate_full_training, shard_by_zero3
+from .full_training import FullBytes, count_flat_bytes, count_zero_buckets, estimate_full_training, shard_by_zero3
 from .meta_run import MetaRun, count_frozen_bytes, disable_logging
 from .optimizer_memory import OptimizerMemory
 from .parallel_layouts import ParallelLayout
@@ -106,7 +106,11 @@ def _split_pipeline(run: MetaRun, stages: int, schedule: str, micro_batches: int
         chunks = tuple(step.run_stage(first, end) for first, end in ranges)
         in_flight = count_in_flight(schedule, stages, stage, micro_batches)
         frozen_bytes = run.frozen_bytes - count_frozen_bytes(*absent)
-        parts.append(DevicePart(frozen_bytes, chunks, received, sent, in_flight))
+        elsewhere = 0
+        if run.adapter is None:  # adapters are whole on every rank
+            elsewhere = sum(each.nbytes for block in absent for each in block.parameters() if each.requires_grad)
+        share = 1 - elsewhere / run.trainable_bytes
+        parts.append(DevicePart(frozen_bytes, chunks, received, sent, in_flight, trainable_share=share))
     return parts
 
 
@@ -160,6 +164,9 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Estimate the part that needs most; ``optimizer`` is that of all trainable parameters."""
     if run.adapter is None:
+        if layout.dims.pp > 1:
+            stages = [_estimate_stage(layout, run, part, optimizer, buffered_shapes) for part in parts]
+            return max(stages, key=lambda estimate: estimate.total)
         return _add_frozen_weights(layout, run, parts[0], estimate_full_training(layout, run, optimizer))
     estimates = [_estimate_part(layout, run, part, optimizer.state, buffered_shapes) for part in parts]
     return max(estimates, key=lambda estimate: estimate.total)
@@ -184,6 +191,23 @@ def _add_frozen_weights(layout: ParallelLayout, run: MetaRun, part: DevicePart, 
         buffers=full.buffers,
         reserved=CONTEXT_BYTES + (COMMUNICATION_BYTES if ranks > 1 else 0),
     )
+
+
+def _estimate_stage(
+    layout: ParallelLayout, run: MetaRun, part: DevicePart, optimizer: OptimizerMemory, buffered_shapes: float
+) -> MemoryEstimate:
+    """Estimate a stage of a pipeline that trains the model: weights of its blocks, and of what is outside of blocks."""
+    weights = round(part.trainable_share * run.trainable_bytes)
+    in_transit = part.received_bytes + part.sent_bytes
+    after_backward = max(optimizer.count_temporaries(part.trainable_share), count_flat_bytes(run, weights))
+    full = FullBytes(
+        weights=weights,
+        gradients=weights,
+        optimizer=round(part.trainable_share * optimizer.state),
+        activations=max(part.count_activation_bytes(run.encoding_peak), after_backward),
+        buffers=int(layout.config.train.gradient_accumulation_steps * in_transit * buffered_shapes),
+    )
+    return _add_frozen_weights(layout, run, part, full)
 
 
 def _estimate_part(

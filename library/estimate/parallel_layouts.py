@@ -141,7 +141,9 @@ class LayoutFinder:
         yield from validate_quantize_offload(layout.config.model, layout.config.train, has_whole_model, can_quantize)
         engine = DeepSpeedStrategy.optimizer_sharding_engine if layout.zero is not None else ""
         if layout.config.adapter.is_full and not engine:
-            engine = "FSDP" if layout.sharding is not None else "tensor parallelism" if layout.dims.tp > 1 else ""
+            sizes = {"FSDP": layout.sharding is not None, "a pipeline": layout.dims.pp > 1}
+            sizes["tensor parallelism"] = layout.dims.tp > 1
+            engine = next((name for name, is_used in sizes.items() if is_used), "")
         if engine:
             yield from validate_elementwise_optimizer(layout.config.optim, engine)
         if layout.config.full.fused_backward_pass:

@@ -110,6 +110,8 @@ LAYOUTS = [
     (4, "--tp_size 2 --train_batch_size 2", ("flux",)),
     (4, "--tp_size 2 --fsdp --train_batch_size 2", FAMILIES),
     (4, "--cp_size 2 --fsdp --train_batch_size 2", ("flux",)),
+    (2, "--pp_size 2 --train_batch_size 1 --gradient_accumulation_steps 4", FAMILIES),
+    (4, "--pp_size 2 --train_batch_size 1 --gradient_accumulation_steps 2 --pp_schedule gpipe", ("flux",)),
 ]
 
 
