@@ -2,7 +2,7 @@
 # make demo       train a LoRA on the built-in model
 # make demo-control  train control by a condition image on it
 # make demo-slider  train a slider from texts alone on it
-# make demo-evaluate  train three LoRAs of different lengths on it, and have the best one named
+# make demo-evaluate  train three LoRAs on it, too short, right and far too long, and have the right one named
 # make web        the page in the browser
 # make test       linter, types and the quick tests: before every commit
 # make test-slow  the other tests, and the types of code for Windows and macOS
@@ -48,11 +48,13 @@ demo-slider: install
 	@echo "What this is, and the same for other models: docs/sliders.md"
 
 demo-evaluate: install
-	@for run in "steps30 30 30" "steps240 240 120" "steps1200 1200 400"; do set -- $$run; \
+	@for run in "too_short 30 30 6e-3 cosine" "right 240 120 6e-3 cosine" \
+	  "too_long 800 400 1e-2 constant_with_warmup"; do set -- $$run; \
 	  $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 	    train_lora.py --config_file dataset_configs/demo_evaluate_run.toml --overwrite \
-	    --output_name $$1 --max_train_steps $$2 --save_every_n_steps $$3 --validate_every_n_steps $$3 || exit 1; done
-	$(BIN)/python -m library evaluate output/demo_evaluate --num_captions 3 \
+	    --output_name $$1 --max_train_steps $$2 --save_every_n_steps $$3 --validate_every_n_steps $$3 \
+	    --learning_rate $$4 --lr_scheduler $$5 || exit 1; done
+	$(BIN)/python -m library evaluate output/demo_evaluate --num_captions 3 --num_seeds 3 \
 	  --evaluation_dir output/demo_evaluate/evaluation
 	@echo
 	@echo "Open output/demo_evaluate/evaluation/evaluation.png. What the numbers mean: docs/evaluate.md"

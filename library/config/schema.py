@@ -11,7 +11,7 @@ from .schema_embedding import TrainedPartConfig
 from .schema_full import IS_FULL, IS_LORA, FullConfig
 from .schema_objective import LossConfig, NoiseConfig, PreservationConfig, SliderConfig
 from .schema_optim import OptimConfig
-from .schema_output import LogConfig, PreviewConfig, SaveConfig, StateConfig
+from .schema_output import EvaluateConfig, LogConfig, PreviewConfig, SaveConfig, StateConfig
 from .types import MemorySize, StepRange
 
 LUMINA2_SYSTEM_PROMPT = (
@@ -257,8 +257,8 @@ class ModelConfig:
     )
     image_to_video: bool = define_option(
         False,
-        "train clips with their first frame given (Wan 2.2 TI2V, LTX-Video 0.9.5): it is clean, has timestep 0 and is "
-        "left out of the loss; images are trained as without this option",
+        "train clips with their first frame given (Wan 2.2 TI2V, LTX-Video 0.9.5, LTX-2): it is clean, has timestep 0 "
+        "and is left out of the loss; images are trained as without this option",
         needs=(OfModel(),),
         changes_text_outputs=False,
     )
@@ -583,4 +583,5 @@ class RunConfig:
     state: StateConfig = field(default_factory=StateConfig)
     preview: PreviewConfig = field(default_factory=PreviewConfig)
     validate: ValidateConfig = field(default_factory=ValidateConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     log: LogConfig = field(default_factory=LogConfig)

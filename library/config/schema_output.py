@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from .option_needs import AnyOf, Has, HasValue, IsSet, IsUnset, LacksValue, Trait
+from .option_needs import AnyOf, Has, HasValue, IsSet, IsUnset, LacksValue, Needs, Trait
 from .options import ALWAYS, define_option
 from .schema_full import IS_FULL, IS_LORA
 
@@ -331,6 +331,87 @@ class PreviewConfig:
         needs=(IsSet("sample_prompts"), Has(Trait.DIFFUSION, "flow matching samples with euler"), Has(Trait.SAMPLER)),
         changes_result=False,
     )
+
+
+_IS_EVALUATED: Needs = (
+    AnyOf((IsSet("evaluate_every_n_steps"), IsSet("evaluate_every_n_epochs")), "nothing is evaluated during training"),
+)
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Likeness, copying and drift of pictures during training, as python -m library evaluate measures them."""
+
+    evaluate_every_n_steps: int | None = define_option(
+        None,
+        "measure likeness, copying and drift of generated pictures every n steps, and at the end",
+        minimum=1,
+        needs=(IsUnset("slider_prompts", "slider_prompts trains without pictures to compare with"),),
+        is_unset_by_zero=True,
+        changes_result=False,
+        is_basic=True,
+    )
+    evaluate_every_n_epochs: int | None = define_option(
+        None,
+        "measure likeness, copying and drift of generated pictures every n epochs, and at the end",
+        minimum=1,
+        needs=(IsUnset("slider_prompts", "slider_prompts trains without pictures to compare with"),),
+        is_unset_by_zero=True,
+        changes_result=False,
+    )
+    evaluation_dataset_config: str | None = define_option(
+        None,
+        "dataset TOML whose pictures and captions the evaluation uses; default: those of the run. Runs on different"
+        " pictures can be compared if they name the same file here",
+        needs=_IS_EVALUATED,
+        changes_result=False,
+        is_path=True,
+    )
+    evaluation_image_model: str | None = define_option(
+        None,
+        "folder or hub id of a model that embeds pictures, such as facebook/dinov2-base; default: colors and edges, for"
+        " drawings such as those of the demo model only",
+        needs=_IS_EVALUATED,
+        changes_result=False,
+        is_path=True,
+    )
+    evaluation_text_model: str | None = define_option(
+        None,
+        "folder or hub id of a CLIP or SigLIP model for prompt following; default: evaluation_image_model, if it reads"
+        " texts",
+        needs=_IS_EVALUATED,
+        changes_result=False,
+        is_path=True,
+    )
+    evaluation_subject: str | None = define_option(
+        None,
+        "how captions name the subject; default: the words that all training captions have",
+        needs=_IS_EVALUATED,
+        changes_result=False,
+    )
+    evaluation_captions: int = define_option(
+        4, "captions of each kind", minimum=2, needs=_IS_EVALUATED, changes_result=False
+    )
+    evaluation_pictures: int = define_option(
+        4,
+        "pictures of each caption; one gives no confidence intervals",
+        minimum=1,
+        needs=_IS_EVALUATED,
+        changes_result=False,
+    )
+    evaluation_sampling_steps: int | None = define_option(
+        None,
+        "sampling steps of each picture; default: that of the model family",
+        minimum=1,
+        maximum=1000,
+        needs=_IS_EVALUATED,
+        changes_result=False,
+    )
+
+    @property
+    def is_active(self) -> bool:
+        """Whether anything is evaluated during training."""
+        return self.evaluate_every_n_steps is not None or self.evaluate_every_n_epochs is not None
 
 
 @dataclass(frozen=True)

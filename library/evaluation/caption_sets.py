@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..dataloader.augment import Augmenter
 from ..dataloader.caption_processing import process_caption
@@ -43,6 +43,10 @@ _FILLERS = frozenset(
 """Words with which a subject neither begins nor ends."""
 
 
+DEMO_STEPS, DEMO_SCALE = 12, 3.0
+"""Sampling of the demo model, which needs fewer steps and less guidance than others."""
+
+
 @dataclass(frozen=True)
 class CaptionSet:
     """Captions of one kind, as prompts with the size of their pictures."""
@@ -78,6 +82,21 @@ def build_caption_sets(prepared: PreparedData, choice: CaptionChoice, size_multi
         CaptionSet(UNRELATED, tuple(unrelated[: choice.num_captions] if not choice.unrelated else unrelated)),
     ]
     return [each for each in sets if each.prompts]
+
+
+def set_sampling(captions: CaptionSet, steps: int | None, scale: float | None, *, is_demo: bool) -> CaptionSet:
+    """Give sampling steps and guidance to the captions that have none of their own; None: those of the family."""
+    if is_demo:
+        steps, scale = steps or DEMO_STEPS, DEMO_SCALE if scale is None else scale
+    prompts = (
+        replace(
+            prompt,
+            num_inference_steps=prompt.num_inference_steps or steps,
+            cfg_scale=scale if prompt.cfg_scale is None else prompt.cfg_scale,
+        )
+        for prompt in captions.prompts
+    )
+    return CaptionSet(captions.group, tuple(prompts))
 
 
 def list_training_captions(prepared: PreparedData) -> list[str]:

@@ -55,12 +55,9 @@ class PictureGenerator:
         for index, (prompt, texts) in enumerate(zip(captions.prompts, encoded, strict=True)):
             cond, negative = (map_cond_tensors(each, lambda tensor: tensor.to(self.device)) for each in texts)
             yield [
-                self._generate(prompt, cond, negative, self._derive_seed(captions.group, index, number))
+                self._generate(prompt, cond, negative, derive_picture_seed(self.seed, captions.group, index, number))
                 for number in range(self.num_seeds)
             ]
-
-    def _derive_seed(self, group: str, index: int, number: int) -> int:
-        return derive_seed(self.seed, f"{Purpose.EVALUATION_PICTURE}/{group}", index, number) % 2**32
 
     @torch.no_grad()
     def _encode(self, prompt: Prompt) -> EncodedCaption:
@@ -96,6 +93,21 @@ class PictureGenerator:
         finally:
             for module, device in zip(modules, before, strict=True):
                 module.to(device)
+
+
+def derive_picture_seed(seed: int, group: str, caption: int, number: int) -> int:
+    """Derive the seed of a picture from the kind and the number of its caption, and its own."""
+    return derive_seed(seed, f"{Purpose.EVALUATION_PICTURE}/{group}", caption, number) % 2**32
+
+
+def find_unsupported_reason(family: Family) -> str:
+    """Say why pictures cannot be made of captions alone, with one LoRA file; empty if they can."""
+    facts = family.facts
+    if facts.pipeline.experts is not None:
+        return "has two experts with a LoRA file each, which are not evaluated"
+    if facts.control.num_images[0] or facts.sampling.frame_images:
+        return "makes pictures of other pictures; only captions are evaluated"
+    return ""
 
 
 def load_reference_pictures(prepared: PreparedData) -> tuple[list[Image.Image], int]:

@@ -55,8 +55,8 @@ class _Panel:
     limit: float | None = None
 
 
-def draw_result(verdict: EvaluationVerdict, resampler: Resampler, examples: ExamplePictures) -> Image.Image:
-    """Draw the sentence, the charts and the example pictures."""
+def draw_result(verdict: EvaluationVerdict, resampler: Resampler, examples: ExamplePictures | None) -> Image.Image:
+    """Draw the sentence, the charts and the example pictures, if there are any."""
     panels = _build_panels(verdict, resampler)
     canvas = Image.new("RGB", (WIDTH, 4000), PAPER)
     pen = ImageDraw.Draw(canvas, "RGBA")
@@ -70,7 +70,8 @@ def draw_result(verdict: EvaluationVerdict, resampler: Resampler, examples: Exam
     for index, panel in enumerate(panels):
         _draw_panel(text, pen, panel, (MARGIN + index * (width + GAP), top, width))
     top += PANEL_HEIGHT + GAP
-    top = _draw_examples(canvas, text, _list_columns(verdict, examples), _choose_rows(examples), top)
+    if examples is not None:
+        top = _draw_examples(canvas, text, _list_columns(verdict, examples), _choose_rows(examples), top)
     return canvas.crop((0, 0, WIDTH, top + MARGIN))
 
 

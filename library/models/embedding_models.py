@@ -1,7 +1,8 @@
 """Embeddings of pictures, and of texts, by models of transformers: DINOv2, DINOv3, CLIP, SigLIP 2 and others."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,6 +53,18 @@ class EmbeddingModel:
             self.model: Any = auto.AutoModel.from_pretrained(name, dtype=torch.float32).to(device).eval()
         except (OSError, ValueError, ImportError) as error:
             raise UserError(Problem(option, f"cannot be loaded: {take_first_line(error)}", value=name)) from None
+
+    @contextmanager
+    def use_device(self, device: torch.device) -> Iterator[None]:
+        """Compute on another device within the context."""
+        original = self.device
+        self.device = device
+        self.model.to(device)
+        try:
+            yield
+        finally:
+            self.device = original
+            self.model.to(original)
 
     @torch.no_grad()
     def embed_pictures(self, images: "Sequence[Image]") -> NDArray[np.float64]:

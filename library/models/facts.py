@@ -203,9 +203,11 @@ class BlockFacts:
     """Whether the denoiser is a UNet."""
     activation_args: tuple[str, ...] = ("encoder_hidden_states", "hidden_states")
     """The arguments that a block gets from the previous block, in the order in which it returns them."""
+    unsharded_args: tuple[str, ...] = ()
+    """The part of ``activation_args`` whose tokens context parallelism leaves whole on every rank."""
     token_args: Mapping[str, tuple[tuple[int, tuple[str, ...]], ...]] = field(default_factory=dict)
     """The token axis of each tensor in a block argument that is no activation, and the ``activation_args`` whose
-    tokens this axis covers, in order."""
+    tokens this axis covers, in order; a tensor may have one entry there for all tokens."""
     single_stream_lists: tuple[str, ...] = ()
     """The part of ``lists`` whose layers get text and image tokens together."""
     token_layouts: Mapping[str, TokenLayout] = field(default_factory=dict)

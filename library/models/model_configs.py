@@ -19,6 +19,8 @@ ConfigReader = Callable[[str], JsonDict | None]
 
 MAX_TEXT_TOKENS = 512
 """Tokens of text encoders whose config sets no limit."""
+CONNECTOR_TOKENS = 1024
+"""Tokens to which the text connectors of LTX-2 fill up every caption."""
 
 HUB_TIMEOUT_SECONDS = 5.0
 GUIDERS = ("guider", "ocr_guider")
@@ -262,7 +264,16 @@ def read_encoded_sizes(read: Callable[[str], JsonDict | None]) -> EncodedSizes |
     text = layers * sum(map(_count_token_elements, encoders))
     if len(encoders) > 1:  # only models with several text encoders use pooled embeddings
         text += sum(int(config.get("projection_dim", 0)) for config in encoders)
-    return EncodedSizes(channels, 2 ** (len(blocks) - 1), text, max(map(_read_text_width, encoders), default=0))
+    if (connectors := read("connectors/config.json")) is not None:  # whose outputs are cached instead
+        text = _count_connector_elements(connectors)
+    return EncodedSizes(channels, get_downscale_factor(vae), text, max(map(_read_text_width, encoders), default=0))
+
+
+def _count_connector_elements(config: JsonDict) -> int:
+    """Count what the text connectors of LTX-2 make of a caption for pictures and for sound."""
+    parts = ("video_connector", "audio_connector")
+    widths = (config[f"{part}_num_attention_heads"] * config[f"{part}_attention_head_dim"] for part in parts)
+    return CONNECTOR_TOKENS * int(sum(widths))
 
 
 def _read_text_width(config: JsonDict) -> int:

@@ -83,7 +83,9 @@ class SequenceShards:
         return torch.cat(positions)
 
     def slice_shard(self, tensor: Tensor, dim: int, streams: Sequence[str]) -> Tensor:
-        """Slice this rank's tokens along ``dim``."""
+        """Slice this rank's tokens along ``dim``; a tensor with one entry for all tokens is returned as it is."""
+        if tensor.shape[dim] == 1 < sum(self.lengths[stream] for stream in streams):
+            return tensor
         slices, offset = [], 0
         for stream in streams:
             start, end = self.compute_bounds(stream, self.rank)
@@ -107,7 +109,7 @@ class ContextParallel:
         """Wrap every block so that it runs on a shard of the tokens."""
         self.parallel_plan = parallel_plan
         sequence = parallel_plan.block_sequence
-        single_streams = ((name,) for name in sequence.activation_args)
+        single_streams = ((name,) for name in parallel_plan.token_streams)
         layer_streams = parallel_plan.layer_token_streams
         self._stream_groups = {*single_streams, *layer_streams.values(), *self._list_attended_streams()}
         for block in sequence.blocks:
@@ -145,7 +147,7 @@ class ContextParallel:
         self, signature: inspect.Signature, block_forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         bound = signature.bind(*args, **kwargs)
-        arguments, streams = bound.arguments, self.parallel_plan.block_sequence.activation_args
+        arguments, streams = bound.arguments, self.parallel_plan.token_streams
         shards = SequenceShards({name: arguments[name].shape[1] for name in streams}, self.rank, self.size)
         if shards != self._shards:
             device = arguments[streams[0]].device
@@ -161,12 +163,12 @@ class ContextParallel:
     def _gather_tokens(self, block_forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         output = block_forward(*args, **kwargs)
         outputs = output if isinstance(output, tuple) else (output,)
-        streams = self.parallel_plan.block_sequence.activation_args
+        streams, names = self.parallel_plan.token_streams, self.parallel_plan.block_sequence.activation_args
         gathered = tuple(
-            None
-            if tensor is None
+            tensor
+            if tensor is None or name not in streams
             else all_gather_tokens_with_grad(tensor, 1, self._token_maps[name,].owner_ranks, self.group)
-            for name, tensor in zip(streams, outputs, strict=True)
+            for name, tensor in zip(names, outputs, strict=True)
         )
         return gathered if isinstance(output, tuple) else gathered[0]
 
@@ -236,7 +238,7 @@ class ContextParallel:
 
     def _list_attended_streams(self) -> tuple[tuple[str, ...], ...]:
         """Attention is over all streams together, or over the image alone (SD3's dual attention)."""
-        streams = self.parallel_plan.block_sequence.activation_args
+        streams = self.parallel_plan.token_streams
         return streams, streams[-1:]
 
     def _find_token_map(self, local_tokens: int) -> TokenMap:

@@ -26,7 +26,7 @@ PROJECTIONS = (
 )
 """Names in an attention or a gated feed-forward, in the order in which ``recomputed_activations`` calls the latter.
 
-q of a cross attention reads another input than k and v.
+q of a cross attention reads another input than k and v.  A module whose ``first_projection`` is another one says so.
 """
 
 
@@ -162,6 +162,7 @@ def find_projections(model: nn.Module) -> Iterator[list[FusedLoraForward]]:
         for names in PROJECTIONS:
             is_cross = getattr(module, "is_cross_attention", path.endswith((".cross_attention", ".attn2")))
             readers = [name for name in (names[1:] if is_cross else names) if name in children]
+            readers.sort(key=lambda name: name != getattr(module, "first_projection", None))
             forwards = [vars(module.get_submodule(name)).get("forward") for name in readers]
             layers = [each for each in forwards if isinstance(each, FusedLoraForward)]
             if len(layers) > 1 and _have_one_input(layers):

@@ -158,6 +158,8 @@ class ParallelPlan:
 
     block_sequence: BlockSequence = field(default_factory=BlockSequence)
     tensor_parallel: TensorParallelPlan = field(default_factory=dict)
+    unsharded_args: tuple[str, ...] = ()
+    """The activations whose tokens every rank has whole."""
     block_token_args: TokenAxes = field(default_factory=dict)
     """Block arguments with tokens besides the activations, which all have them along axis 1."""
     layer_token_streams: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -166,6 +168,11 @@ class ParallelPlan:
     """Indices of the attention calls in a block that attend to a text that is not an activation."""
     denoiser: nn.Module | None = None
     """The module to shard, of those that are trained; ``None``: all of them."""
+
+    @property
+    def token_streams(self) -> tuple[str, ...]:
+        """The activations whose tokens are sharded."""
+        return tuple(name for name in self.block_sequence.activation_args if name not in self.unsharded_args)
 
 
 def build_block_sequence(family: Family, denoiser: Any) -> BlockSequence:
@@ -181,12 +188,13 @@ def build_parallel_plan(family: Family, denoiser: nn.Module) -> ParallelPlan:
     facts = family.facts.blocks
     return ParallelPlan(
         block_sequence=build_block_sequence(family, denoiser),
+        unsharded_args=facts.unsharded_args,
         tensor_parallel=build_tensor_parallel_plan(denoiser, facts.fused_layers),
         block_token_args=facts.token_args,
         layer_token_streams=map_layer_token_streams(
             denoiser,
             facts.lists,
-            facts.activation_args,
+            [name for name in facts.activation_args if name not in facts.unsharded_args],
             facts.single_stream_lists,
             facts.text_attention_layers,
         ),

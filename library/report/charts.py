@@ -14,6 +14,14 @@ GROUPS = (
     ("loss/dataset/", "Loss by dataset"),
 )
 MAX_BARS = 24
+EVALUATION_METRICS = (
+    ("Likeness", "likeness"),
+    ("Copying", "copying"),
+    ("Drift", "drift"),
+    ("Composed likeness", "composed_likeness"),
+    ("Prompt following", "prompt_following"),
+    ("Composed prompt following", "composed_prompt_following"),
+)
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,33 @@ def build_curves(table: MetricTable) -> list[Chart]:
 
 
 def build_validation_charts(table: MetricTable) -> list[Chart]:
-    """Build the charts of the validation loss; none without one."""
+    """Build the charts of the validation loss, and of what the run measured of its pictures; none without either."""
+    return [*_build_loss_charts(table), *_build_evaluation_charts(table)]
+
+
+def _build_evaluation_charts(table: MetricTable) -> list[Chart]:
+    """Build a chart of each metric of generated pictures, with its confidence interval."""
+    charts = []
+    for title, metric in EVALUATION_METRICS:
+        curve = _build_interval_curve(table, title, f"evaluation/{metric}")
+        charts += [Chart(f"{title}, with 95 % confidence interval", [curve])] if curve is not None else []
+    return charts
+
+
+def _build_interval_curve(table: MetricTable, title: str, metric: str) -> Curve | None:
+    if metric not in table.series:
+        return None
+    points = table.series[metric].points
+    bounds = []
+    for name in ("low", "high"):
+        series = table.series.get(f"{metric}/{name}")
+        known = dict(series.points) if series is not None else {}
+        bounds.append([known.get(step, value) for step, value in points])
+    low, high = bounds
+    return Curve(title.lower(), [step for step, _ in points], [value for _, value in points], low, high)
+
+
+def _build_loss_charts(table: MetricTable) -> list[Chart]:
     if "validation/loss" not in table.series:
         return []
     losses = [("with the LoRA", "validation/loss"), ("base model", "validation/base")]
@@ -109,6 +143,9 @@ def build_comparison_charts(tables: Mapping[str, MetricTable]) -> list[Chart]:
         ("Loss (mean of 100 steps)", "loss/average"),
         ("Loss on validation images", "validation/loss"),
         ("Gain over the base model", "validation/gain"),
+        ("Likeness", "evaluation/likeness"),
+        ("Copying", "evaluation/copying"),
+        ("Drift", "evaluation/drift"),
         ("Learning rate", "lr/unet"),
         ("Samples per second", "speed/samples_per_second"),
         ("Peak memory (GB)", "memory/peak_gb"),

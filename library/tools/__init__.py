@@ -33,6 +33,7 @@ TOOLS: dict[str, tuple[str, Tool]] = {
         "which step of a run, and which of several runs, has the best LoRA file",
         partial(_run_tool, "evaluate"),
     ),
+    "sweep": ("train the runs of a file one after another, and compare them", partial(_run_tool, "sweep")),
     "import": (
         "turn another program's configuration into a run and a dataset file",
         partial(_run_tool, "import_config"),

@@ -15,6 +15,7 @@ from ..training.preflight import load_settings
 from .argument_split import split_arguments
 
 if TYPE_CHECKING:
+    from ..config.parser import ParsedConfig
     from .evaluation_plan import EvaluationPlan
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,9 @@ class EvaluateOptions:
     evaluation_dir: str | None = define_option(
         None, "folder of the result; default: NAME.evaluation beside the first run"
     )
+    recorded: bool = define_option(
+        False, "judge what the runs have measured themselves (--evaluate_every_n_steps), without new pictures"
+    )
     json: bool = define_option(False, "print JSON instead of the table")
 
 
@@ -81,12 +85,29 @@ def run_evaluate(argv: Sequence[str]) -> tuple[str, int] | Generator[str, None, 
     own, training = parse_config(tool_argv, _Arguments), load_settings(training_argv)
     options: EvaluateOptions = cast(Any, own.config).evaluate
     configure_logging(simple=True)
+    if options.recorded:
+        return _judge_recorded(argv[:count], options, own, training)
     from .evaluation_plan import plan_evaluation  # imports torch
 
     plan = plan_evaluation(argv[:count], options, own, training)
     own.log_notices()
     training.log_notices()
     return _run_plan(plan, options)
+
+
+def _judge_recorded(
+    words: Sequence[str], options: EvaluateOptions, own: "ParsedConfig", training: "ParsedConfig"
+) -> Generator[str, None, int]:
+    from .recorded_evaluation import compare_recorded
+
+    result = compare_recorded(words, options.evaluation_dir, own, training)
+    if options.json:
+        yield result.json
+        return 0
+    yield result.table
+    yield result.sentence
+    yield f"chart: {result.chart}"
+    return 0
 
 
 def _run_plan(plan: "EvaluationPlan", options: EvaluateOptions) -> Generator[str, None, int]:

@@ -52,16 +52,21 @@ class EvaluatedRun:
     """The name of its summary and metrics."""
 
     def find_validation_loss(self, step: int) -> float | None:
-        """Return the last validation loss that the run recorded until a step."""
+        """Return the last validation loss that the run recorded until a step, of the weights that its files hold."""
         if self.summary is None:
             return None
+        is_beside_ema = self.name == self.recorded_name and self.summary.all_settings.get("ema_decay") is not None
+        name = "validation/without_ema/loss" if is_beside_ema else "validation/loss"
         lines = read_metrics(self.folder / f"{self.recorded_name}{METRICS_END}")
-        found = [line["validation/loss"] for line in lines if "validation/loss" in line and line["step"] <= step]
+        found = [line[name] for line in lines if name in line and line["step"] <= step]
         return float(found[-1]) if found and is_plain_number(found[-1]) else None
 
 
-def find_runs(words: Sequence[str], problems: list[Problem]) -> list[EvaluatedRun]:
-    """Find the runs and files that words name, in their order; append the problems of words that name none."""
+def find_runs(words: Sequence[str], problems: list[Problem], *, needs_files: bool = True) -> list[EvaluatedRun]:
+    """Find the runs and files that words name, in their order; append the problems of words that name none.
+
+    ``needs_files``: a run that has saved no LoRA file is a problem.
+    """
     runs = dict[tuple[Path, str], list[Path] | None]()  # None: all files of the run
     folders = dict[Path, Path]()
     for word in words:
@@ -74,7 +79,7 @@ def find_runs(words: Sequence[str], problems: list[Problem]) -> list[EvaluatedRu
         recorded_name = _find_recorded_name(folder, name)
         summary = RunSummary.read(folder / f"{recorded_name}{SUMMARY_END}")
         chosen = _list_files(folder, name, summary) if paths is None else paths
-        if not chosen:
+        if not chosen and needs_files:
             text = "the run has no LoRA file"
             problems.append(report_file(folder / name, text, "it may not have saved yet, or have trained a model"))
             continue

@@ -28,10 +28,12 @@ from ..evaluation.caption_sets import (
     contains_subject,
     find_subject,
     list_training_captions,
+    set_sampling,
 )
+from ..evaluation.embedders import EmbedderChoice
+from ..evaluation.pictures import find_unsupported_reason
 from ..models.base import Family
 from ..models.detect import DetectedModel, build_control_limits, detect_model
-from ..models.embedding_models import find_embedding_problem
 from ..models.families import FAMILIES
 from ..models.validate_options import validate_prompts
 from ..problems import Problem, dedupe_problems
@@ -51,9 +53,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 SCHEDULER_OPTIONS = ("v_parameterization", "zero_terminal_snr")
 """The options of noise that change what the model's prediction means, and with it the pictures."""
-
-DEMO_STEPS, DEMO_SCALE = 12, 3.0
-"""Sampling of the demo model, which needs fewer steps and less guidance than others."""
 
 
 @dataclass(frozen=True)
@@ -103,9 +102,7 @@ def plan_evaluation(
         name: _load_own_prompts(name, getattr(options, f"{name}_prompts"), problems) for name in (COMPOSING, UNRELATED)
     }
     problems += _validate_prompt_sets(prompts)
-    for name, needs_texts in (("image_model", False), ("text_model", True)):
-        if value := getattr(options, name):
-            problems += filter(None, [find_embedding_problem(name, value, needs_texts=needs_texts)])
+    problems += EmbedderChoice(options.image_model, options.text_model).find_problems()
     output_dir = _choose_output_dir(options, runs)
     if output_dir is not None and (error := find_write_error(output_dir)):
         problems.append(Problem("evaluation_dir", f"cannot write to {output_dir}: {error}"))
@@ -229,7 +226,7 @@ def _check_model(
     except UserError as error:
         problems += error.problems
         return None
-    if reason := _find_unsupported_reason(family):
+    if reason := find_unsupported_reason(family):
         problems.append(Problem("pretrained_model_name_or_path", f"{family.facts.title} {reason}"))
         return None
     problems += validate_prompts(prompts, detected)
@@ -248,16 +245,6 @@ def _check_model(
     except UserError as error:
         problems += error.problems
         return None
-
-
-def _find_unsupported_reason(family: Family) -> str:
-    """Say why pictures cannot be made of captions alone, with one LoRA file; empty if they can."""
-    facts = family.facts
-    if facts.pipeline.experts is not None:
-        return "has two experts with a LoRA file each, which are not evaluated"
-    if facts.control.num_images[0] or facts.sampling.frame_images:
-        return "makes pictures of other pictures; only captions are evaluated"
-    return ""
 
 
 def _build_sets(
@@ -283,18 +270,7 @@ def _build_sets(
     for found in sets:
         if found.group == VALIDATION and prepared.validation is not None:
             logger.info("%d validation pictures", len(prepared.validation.manifest.samples))
-        yield replace(found, prompts=tuple(_set_sampling(each, options, detected) for each in found.prompts))
-
-
-def _set_sampling(prompt: Prompt, options: "EvaluateOptions", detected: DetectedModel) -> Prompt:
-    steps, scale = options.inference_steps, options.inference_scale
-    if detected.is_built_in:
-        steps, scale = steps or DEMO_STEPS, DEMO_SCALE if scale is None else scale
-    return replace(
-        prompt,
-        num_inference_steps=prompt.num_inference_steps or steps,
-        cfg_scale=scale if prompt.cfg_scale is None else prompt.cfg_scale,
-    )
+        yield set_sampling(found, options.inference_steps, options.inference_scale, is_demo=detected.is_built_in)
 
 
 def _choose_dtype(config: RunConfig, runs: Sequence[EvaluatedRun], training: ParsedConfig) -> torch.dtype:

@@ -13,15 +13,14 @@ from PIL import Image
 from ..adapters.kohya_diffusers_comfyui_keys import AdapterFileContents
 from ..errors import FileError
 from ..evaluation.caption_sets import CaptionSet
-from ..evaluation.embedding_metrics import Array, normalize_embeddings
+from ..evaluation.embedders import EmbedderChoice, PictureEmbedder
+from ..evaluation.embedding_metrics import Array
 from ..evaluation.file_metrics import LIKENESS, EmbeddedPictures, FileMetrics, Reference, build_statistics
-from ..evaluation.picture_features import FeatureEmbedder
 from ..evaluation.pictures import EncodedCaption, PictureGenerator, PictureRows, load_reference_pictures
 from ..evaluation.result_chart import CELL, ExamplePictures
 from ..evaluation.seed_bootstrap import MIN_SHARE_OF_ROOM, Resampler, ShareStatistic
 from ..evaluation.verdict import EvaluationVerdict, judge_steps
 from ..log import ProgressBar
-from ..models.embedding_models import EmbeddingModel
 from ..models.scheduler_overrides import override_scheduler
 from ..problems import Problem
 from ..training.network_weights import merge_base_weights
@@ -30,7 +29,6 @@ from .evaluated_runs import EvaluatedFile, label_runs
 from .evaluation_plan import EvaluationPlan
 
 logger = logging.getLogger(__name__)
-Embedder = EmbeddingModel | FeatureEmbedder
 
 
 @dataclass(frozen=True)
@@ -49,10 +47,8 @@ class _Evaluator:
 
     plan: EvaluationPlan
     generator: PictureGenerator
-    image_model: Embedder
-    text_model: EmbeddingModel | None
+    embedder: PictureEmbedder
     progress: ProgressBar
-    text_embeddings: dict[str, Array] = field(default_factory=dict)
     base_captions: dict[str, list[EncodedCaption]] = field(default_factory=dict)
     """What the text encoders of the base model make of the captions of each kind."""
 
@@ -70,9 +66,11 @@ class _Evaluator:
                 rows.append(row)
                 self.progress.update({"file": name}, len(row))
             images[captions.group] = [[_shrink(row[0])] for row in rows]
-            pictures[captions.group] = np.stack([self.image_model.embed_pictures(row) for row in rows])
-            if self.text_model is not None:
-                texts[captions.group] = self._compare_with_texts(self.text_model, captions, rows)
+            pictures[captions.group] = np.stack([self.embedder.image_model.embed_pictures(row) for row in rows])
+            pairs = zip(rows, captions.prompts, strict=True)
+            found = [self.embedder.compare_with_texts(row, [prompt.text] * len(row)) for row, prompt in pairs]
+            cosines = [each for each in found if each is not None]
+            texts |= {captions.group: np.stack(cosines)} if cosines else {}
         return EmbeddedPictures(pictures, texts), images
 
     def _encode(self, captions: CaptionSet, *, changes_texts: bool) -> list[EncodedCaption]:
@@ -81,15 +79,6 @@ class _Evaluator:
         if captions.group not in self.base_captions:
             self.base_captions[captions.group] = self.generator.encode_set(captions)
         return self.base_captions[captions.group]
-
-    def _compare_with_texts(self, model: EmbeddingModel, captions: CaptionSet, rows: PictureRows) -> Array:
-        """Compute the cosine of each picture with its caption."""
-        if captions.group not in self.text_embeddings:
-            self.text_embeddings[captions.group] = model.embed_texts([prompt.text for prompt in captions.prompts])
-        texts = normalize_embeddings(self.text_embeddings[captions.group])
-        images = normalize_embeddings(np.stack([model.embed_pictures(row) for row in rows]))
-        cosines: Array = (images * texts[:, None]).sum(axis=-1)
-        return cosines
 
     def _get_folder(self, name: str) -> Path:
         return self.plan.output_dir / "pictures" / name  # of a label with folders, a folder in these
@@ -107,7 +96,9 @@ class _Evaluator:
 
 def evaluate_plan(plan: EvaluationPlan) -> EvaluationResult:
     """Evaluate every file; the embedding models are loaded first, as they are small and may fail."""
-    image_model, text_model = _load_embedders(plan)
+    choice = EmbedderChoice(plan.options.image_model, plan.options.text_model)
+    embedder = PictureEmbedder.load(choice, plan.device, is_demo=plan.detected.is_built_in)
+    image_model = embedder.image_model
     training, count = load_reference_pictures(plan.prepared)
     validation = None if plan.prepared.validation is None else load_reference_pictures(plan.prepared.validation)[0]
     if not training:
@@ -123,7 +114,7 @@ def evaluate_plan(plan: EvaluationPlan) -> EvaluationResult:
     )
     steps, examples = list[FileMetrics](), list[Mapping[str, PictureRows]]()
     with ProgressBar(total, 0, "generating", enabled=True, unit="picture", log_first_and_last=False) as progress:
-        evaluator = _Evaluator(plan, generator, image_model, text_model, progress)
+        evaluator = _Evaluator(plan, generator, embedder, progress)
         base, base_images = evaluator.evaluate("base")
         held_out = None if validation is None else image_model.embed_pictures(validation)
         reference = Reference(image_model.embed_pictures(training), held_out, base)
@@ -155,21 +146,6 @@ def _reaches_ceiling(step: FileMetrics) -> bool:
 def _list_labels(plan: EvaluationPlan) -> list[str]:
     labels = label_runs(plan.runs)
     return [labels[index] for index in range(len(plan.runs))]
-
-
-def _load_embedders(plan: EvaluationPlan) -> tuple[Embedder, EmbeddingModel | None]:
-    options = plan.options
-    image_model: Embedder = FeatureEmbedder()
-    if options.image_model is not None:
-        image_model = EmbeddingModel("image_model", options.image_model, plan.device)
-    elif not plan.detected.is_built_in:
-        logger.warning("no --image_model: pictures are compared by colors and edges only, which says little of photos")
-    if options.text_model is not None:
-        return image_model, EmbeddingModel("text_model", options.text_model, plan.device)
-    reads_texts = isinstance(image_model, EmbeddingModel) and image_model.reads_texts
-    if not reads_texts:
-        logger.info("no --text_model: prompt following is not measured")
-    return image_model, image_model if isinstance(image_model, EmbeddingModel) and reads_texts else None
 
 
 def _load_pipeline(plan: EvaluationPlan) -> Any:

@@ -20,6 +20,7 @@ _PYTEST = ("pytest", "-n", "2", "--dist", "worksteal")
 _LINT = (("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",))
 _QUICK = (_PYTEST,)
 _SLOW = (*_PYTEST, "-m", "slow and not programs and not pairs")
+_PAIRS = ("pytest", "tests/pairs", *_PYTEST[1:], "-m", "pairs")
 _PLATFORMS = tuple(("mypy", "--platform", name, "--cache-dir", f".mypy_cache/{name}") for name in PLATFORMS)
 
 SUITES: Mapping[str, tuple[str, Sequence[Sequence[Sequence[str]]]]] = {
@@ -29,12 +30,12 @@ SUITES: Mapping[str, tuple[str, Sequence[Sequence[Sequence[str]]]]] = {
     "quick": ("the quick tests", (_QUICK,)),
     "slow": ("the other tests, beside lint-platforms", (_PLATFORMS, (_SLOW,))),
     "daily": (
-        "a third of the slow tests and of their rows, in three days all: for continuous integration",
-        (_PLATFORMS, ((*_SLOW, "--days", "3"),)),
+        "a third of the slow tests and of their rows, in three days all, and the pairs: for continuous integration",
+        ((*_PLATFORMS, _PAIRS), ((*_SLOW, "--days", "3"),)),
     ),
     "pairs": (
-        "today's slice of the runs in which every pair of settings is",
-        ((("pytest", "tests/pairs", *_PYTEST[1:], "-m", "pairs"),),),
+        "today's slice of the runs in which every pair of settings is, in 48 days all",
+        ((_PAIRS,),),
     ),
     "windows": (
         "the quick tests by the rules of Windows: processes are spawned, and no open file is replaced (on Linux)",

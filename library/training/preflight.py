@@ -19,7 +19,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from ..config import ParsedConfig, RunConfig, parse_config
 from ..config.option_needs import list_needed_names
 from ..config.options import iter_options
 from ..config.schema import TrainConfig
+from ..config.schema_data import DataConfig
 from ..config.schema_objective import LossConfig, NoiseConfig
 from ..config.schema_output import SaveConfig, StateConfig
 from ..config.unused_options import find_unused_options
@@ -97,6 +98,7 @@ def list_settings_checks() -> Sequence[SettingsCheck]:
         ),
         lambda loaded: validate_model_options(loaded.config, loaded.locations),
         lambda loaded: _validate_multipliers(loaded.config),
+        lambda loaded: _validate_evaluation_dataset(loaded.config),
     )
 
 
@@ -117,6 +119,25 @@ def _validate_multipliers(config: RunConfig) -> Iterator[Problem]:
         if dataset.network_multiplier != 1:
             place = dataset.locate("network_multiplier")
             yield Problem(place.key or "network_multiplier", reason or "", fix, place)
+
+
+def _validate_evaluation_dataset(config: RunConfig) -> Iterator[Problem]:
+    """Check the dataset file of the evaluation as that of a run."""
+    from ..dataset.validate import validate_dataset_config
+
+    name, value = "evaluation_dataset_config", config.evaluate.evaluation_dataset_config
+    if value is None or not config.evaluate.is_active:
+        return
+    if not Path(value).expanduser().is_file():
+        yield Problem(name, f"{value}: no such file")
+        return
+    for problem in validate_dataset_config(replace_dataset(config.data, value)):
+        yield replace(problem, option=name) if problem.place is None else problem
+
+
+def replace_dataset(data: DataConfig, path: str) -> DataConfig:
+    """Return the settings of images with another dataset file."""
+    return replace(data, dataset_config=path, train_data_dir=None, reg_data_dir=None, in_json=None)
 
 
 def list_run_checks() -> Sequence[RunCheck]:
@@ -163,6 +184,7 @@ def list_run_checks() -> Sequence[RunCheck]:
             config.model, config.parallel, facts.mixed_precision, facts.device
         ),
         lambda config, facts: validate_prompts(load_preview_prompts(config.preview), facts.detected),
+        lambda config, facts: validate_model.validate_evaluation(config.evaluate, facts.family),
         lambda config, _: validate_model.validate_prompt_strengths(
             config.adapter, load_preview_prompts(config.preview)
         ),

@@ -51,10 +51,11 @@ from .metrics import MetricsFile, TrainingLogger
 from .nan_and_oom_handling import TooManyFailures
 from .network_weights import InitialWeights, add_training_adapter, merge_base_weights, read_initial_weights
 from .output_lock import hold_output_lock
-from .preflight import RunFacts, check_output_dirs, check_run_settings
+from .preflight import RunFacts, check_output_dirs, check_run_settings, replace_dataset
 from .preservation import check_trigger
 from .preview import Preview
 from .resume import Resume
+from .run_evaluation import RunEvaluation
 from .save_adapter import SaveAdapter
 from .save_embedding import SaveEmbedding, SavePivotalTuning
 from .save_model import SaveModel
@@ -142,9 +143,11 @@ def _prepare_and_train(
     num_images, (prepared, latents) = len(prepared.manifest.samples), cache_latents(encoders, prepared)
     if len(prepared.manifest.samples) < num_images:  # images that could not be read were dropped
         plan = build_plan()
-    texts = cache_text_encoder_outputs(encoders, prepared, plan, prompts, config.preservation)
+    evaluation = _plan_evaluation(config, strategy, detected, prepared, started_at=resume.started_at)
+    pictured = [*prompts, *([] if evaluation is None else evaluation.prompts)]
+    texts = cache_text_encoder_outputs(encoders, prepared, plan, pictured, config.preservation)
     readers = CacheReaders(latents, texts, build_slider_facts(prepared, family, detected))
-    pipe = load_training_pipeline(config, strategy, family, detected=detected, cache_readers=readers, prompts=prompts)
+    pipe = load_training_pipeline(config, strategy, family, detected=detected, cache_readers=readers, prompts=pictured)
     _add_initial_weights(config.adapter, family, pipe, initial_weights)
     run, adapter = build_run(
         config, strategy, family, pipe, prepared, plan=plan, cache_readers=readers, initial_weights=initial_weights
@@ -153,16 +156,30 @@ def _prepare_and_train(
         comm.log_all_reduce_time(sum(parameter.nbytes for parameter in run.parameters))
     save = _build_saver(run, adapter, detected, prepared, resume)
     callbacks = _build_callbacks(run, save, prepared, readers=readers, prompts=prompts, resume=resume)
-    _restore(run, callbacks.validation, resume)
-    _train_and_save(
-        run, callbacks, failure_handler, signals=signals, resume=resume, prompts=[prompt.text for prompt in prompts]
-    )
+    callbacks = replace(callbacks, evaluation=evaluation)
+    _restore(run, callbacks, resume)
+    _train_and_save(run, callbacks, failure_handler, signals=signals, resume=resume, prompts=prompts)
 
 
-def _restore(run: TrainingRun, validation: Validation | None, resume: Resume) -> None:
-    """Load the checkpoint, if any; the base model is validated before, where its weights replace what it has."""
-    if run.config.adapter.changes_base and validation is not None:
-        validation.compute_base_losses(run)
+def _plan_evaluation(
+    config: RunConfig, strategy: Strategy, detected: DetectedModel, prepared: PreparedData, started_at: float
+) -> RunEvaluation | None:
+    """Plan the evaluations during training, of the pictures of the run unless it names others; None without any."""
+    if not config.evaluate.is_active:
+        return None
+    path = config.evaluate.evaluation_dataset_config
+    if path is not None:
+        prepared = prepare_dataset(replace_dataset(config.data, path), config.cache, strategy.comm, detected)
+    output = Path(config.save.output_dir), config.save.output_name
+    return RunEvaluation(config.evaluate, prepared, detected, output, started_at=started_at)
+
+
+def _restore(run: TrainingRun, callbacks: "RunCallbacks", resume: Resume) -> None:
+    """Load the checkpoint, if any; the base model is measured before, where its weights replace what it has."""
+    if run.config.adapter.changes_base and callbacks.validation is not None:
+        callbacks.validation.compute_base_losses(run)
+    if run.config.adapter.changes_base and callbacks.evaluation is not None:
+        callbacks.evaluation.measure_base(run)
     resume.restore(run)
 
 
@@ -251,12 +268,14 @@ class RunCallbacks:
     save_report: SaveReport
     save_checkpoint: SaveCheckpoint
     profiler: "StepProfiler | None"
+    evaluation: RunEvaluation | None = None
 
     def list_all(self) -> list[Callback]:
         callbacks: list[Callback] = [
             self.weight_sync_check,
             *([] if self.validation is None else [self.validation]),
             self.preview,
+            *([] if self.evaluation is None else [self.evaluation]),
             self.update_norms,
             self.save_adapter,
             self.save_report,
@@ -330,7 +349,7 @@ def _train_and_save(
     failure_handler: FailureHandler,
     signals: StopSignals,
     resume: Resume,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
 ) -> None:
     """Train to the last step, save when the run stops or fails, and log where the files are."""
     comm = run.strategy.comm
@@ -363,7 +382,11 @@ def _train_and_save(
     comm.accelerator.wait_for_everyone()
     drain_gloo_threads()
     trackers.end_training()
-    grid = _write_preview_grid(run.config.save, prompts, resume.started_at) if is_main else None
+    grid = (
+        _write_preview_grid(run.config.save, [prompt.text for prompt in prompts], resume.started_at)
+        if is_main
+        else None
+    )
     _log_output_paths(callbacks, grid)
     callbacks.update_norms.fail_if_zero(run)
 

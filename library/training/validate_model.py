@@ -13,11 +13,13 @@ from ..config.network_args import get_adapter_type
 from ..config.schema import AdapterConfig, ModelConfig, RunConfig, TrainConfig
 from ..config.schema_distributed import ParallelConfig
 from ..config.schema_optim import OptimConfig
-from ..config.schema_output import PreviewConfig
+from ..config.schema_output import EvaluateConfig, PreviewConfig
 from ..config.validate_adapter import validate_adapter_for_model
 from ..config.validate_slider import explain_unscalable
 from ..dataloader.sample_prompts import Prompt
 from ..errors import ConfigError
+from ..evaluation.embedders import EmbedderChoice
+from ..evaluation.pictures import find_unsupported_reason
 from ..models.base import ControlTextFamily, Family
 from ..models.detect import DetectedModel, build_control_limits
 from ..models.loading import load_components_on_meta
@@ -255,6 +257,18 @@ def validate_prompt_strengths(adapter: AdapterConfig, prompts: Sequence[Prompt])
     for prompt in prompts if reason else ():
         if prompt.network_multiplier != 1:
             yield prompt.report("network_multiplier", reason or "", "leave it out")
+
+
+def validate_evaluation(config: EvaluateConfig, family: Family) -> Iterator[Problem]:
+    """Check that the pictures of an evaluation can be generated during training, and embedded."""
+    if not config.is_active:
+        return
+    if reason := find_unsupported_reason(family):
+        option = "evaluate_every_n_steps" if config.evaluate_every_n_steps else "evaluate_every_n_epochs"
+        yield Problem(option, f"{family.facts.title} {reason}", "remove it")
+    yield from EmbedderChoice(
+        config.evaluation_image_model, config.evaluation_text_model, "evaluation_"
+    ).find_problems()
 
 
 def validate_slider_family(

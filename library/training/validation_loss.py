@@ -237,7 +237,7 @@ class Validation:
             return
         result = ValidationResult.compare(self.base_losses, losses)
         self.results.append((run.state.step, result))
-        what = "validation" if run.ema is None else "validation of the EMA weights"
+        what = "validation" if run.ema is None else f"validation of the EMA weights ({run.config.save.output_name}-ema)"
         logger.info("%s after step %d: %s", what, run.state.step, result)
         values = {
             "validation/loss": result.loss.value,
@@ -246,7 +246,25 @@ class Validation:
             "validation/gain_interval": result.gain.interval,
             "validation/base": result.loss.value + result.gain.value,
         }
+        values |= {} if run.ema is None else self._validate_without_ema(run)
         run.metric_logger.log_values(run, values | self._break_down_losses(losses, "validation"))
+
+    def _validate_without_ema(self, run: TrainingRun) -> dict[str, float]:
+        """Compute the loss of the trained weights, which are in files of their own beside those of the EMA."""
+        with use_eval_weights(run.optimizer):
+            losses = compute_validation_losses(run, self.batches, self.read_batch)
+        if not set(losses) & set(self.base_losses):
+            return {}
+        result = ValidationResult.compare(self.base_losses, losses)
+        name = run.config.save.output_name
+        logger.info("validation without EMA (%s) after step %d: %s", name, run.state.step, result)
+        prefix = "validation/without_ema"
+        return {
+            f"{prefix}/loss": result.loss.value,
+            f"{prefix}/interval": result.loss.interval,
+            f"{prefix}/gain": result.gain.value,
+            f"{prefix}/gain_interval": result.gain.interval,
+        }
 
     def _break_down_losses(self, losses: SampleLosses, name: str) -> dict[str, float]:
         """Compute the mean loss per timestep quantile and, with several datasets, per dataset."""

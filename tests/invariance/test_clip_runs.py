@@ -228,6 +228,8 @@ SPLIT = [
     ("ltx_video095", "--cp_size 2"),
     ("ltx_video095", "--fsdp --image_to_video"),
     ("wan22_ti2v", "--fsdp --image_to_video"),
+    ("ltx2", "--pp_size 2"),
+    ("ltx2", "--cp_size 2 --image_to_video"),
 ]
 
 

@@ -273,13 +273,16 @@ def train_and_measure_swaps(*build_flags: str) -> list[float]:
     return distances
 
 
-def test_the_ema_weights_are_validated_if_there_are_any(data, tmp_path):
+def test_the_weights_of_both_files_are_validated_if_there_is_an_ema(data, tmp_path):
     ((base, plain, _),) = run_on_ranks(1, train_and_measure_swaps, *build_flags(data, tmp_path / "plain"))
-    ((_, averaged, _),) = run_on_ranks(
+    ((_, averaged, trained, *_),) = run_on_ranks(
         1, train_and_measure_swaps, *build_flags(data, tmp_path / "ema", "--ema_decay", "0.999")
     )
+    plain_losses, ema_losses = (read_validation_metrics(tmp_path / name)[-1] for name in ("plain", "ema"))
 
-    assert base == 0 and 0 < averaged < plain
+    assert base == 0 and 0 < averaged < plain == trained
+    assert ema_losses["validation/without_ema/loss"] == plain_losses["validation/loss"]
+    assert ema_losses["validation/loss"] != plain_losses["validation/loss"]
     assert read_losses(tmp_path / "plain") == read_losses(tmp_path / "ema")
 
 

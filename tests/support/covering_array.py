@@ -16,6 +16,7 @@ Row = tuple[int, ...]
 """The index of the value of each factor; 0 is its default."""
 Setting = tuple[int, int]
 """The index of a factor, and of one of its values."""
+Pair = frozenset[Setting]
 MAX_TRIED_VALUES = 8
 """Two settings that are refused are tried with every value of the factors that have no more values than these."""
 ATTEMPTS = 12

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from covering_array import CoveringArray, Row
+from covering_array import CoveringArray, Pair, Row
 from filelock import FileLock
 from pair_factors import GLOBAL_BATCH, MAX_RANKS, STEPS, Factor, Value, list_factors
 from PIL import Image, ImageChops
@@ -224,7 +224,8 @@ def find_problem(case: Case, workspace: Workspace) -> str:
             dims = build_parallel_dims(config.parallel, case.ranks)
             is_zero3 = bool(config.deepspeed.deepspeed) and config.deepspeed.zero_stage == 3
             has_full_model = not (config.sharding.fsdp or is_zero3) and dims.cp == dims.model_parallel_size
-            facts = RunFacts(family, detected, has_full_model, not is_zero3)
+            engine = "DeepSpeed" if config.deepspeed.deepspeed else "FSDP" if config.sharding.fsdp else ""
+            facts = RunFacts(family, detected, has_full_model, not is_zero3, optimizer_sharding_engine=engine)
             problems += [problem for check in list_run_checks() for problem in check(config, facts)]
             datasets = load_dataset_config(config.data).datasets
             pairs = [(dataset, subset) for dataset in datasets for subset in dataset.subsets if subset.control_key]
@@ -383,8 +384,17 @@ def start_warm_server() -> None:
     CONTEXT.set_forkserver_preload(["tests.support.warm_server", "tests.support.warm_families"])
 
 
-def load_rows() -> list[Row]:
-    """Generate all rows, or read what was generated on this machine from the same source files."""
+@dataclass(frozen=True)
+class StoredArray:
+    """The rows of the covering array, and the pairs that are in none of them."""
+
+    rows: list[Row]
+    refused_pairs: set[Pair]
+    unreached: set[Pair]
+
+
+def load_array() -> StoredArray:
+    """Generate all rows, which takes minutes, or read what was generated on this machine from the same source files."""
     folders = (ROOT / "library", ROOT / "tests" / "support")
     sources = sorted(path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".json"))
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
@@ -393,8 +403,12 @@ def load_rows() -> list[Row]:
         if not stored.exists():
             with tempfile.TemporaryDirectory() as folder:
                 array, _ = build_array(Workspace(Path(folder)))
-                write_atomic(stored, json.dumps(list(array.iter_rows())).encode())
-    return [tuple(row) for row in json.loads(stored.read_text("utf-8"))]
+                rows = list(array.iter_rows())
+                pairs = ([sorted(pair) for pair in part] for part in (array.refused_pairs, array.unreached))
+                write_atomic(stored, json.dumps([rows, *pairs]).encode())
+    rows, refused, unreached = json.loads(stored.read_text("utf-8"))
+    refused_pairs, unreached_pairs = ({frozenset(map(tuple, pair)) for pair in part} for part in (refused, unreached))
+    return StoredArray([tuple(row) for row in rows], refused_pairs, unreached_pairs)
 
 
 def format_settings(factors: Sequence[Factor], settings: "frozenset[tuple[int, int]]") -> str:
@@ -438,7 +452,7 @@ def main(word: str) -> None:
         return
     start_warm_server()
     factors = tuple(list_factors())
-    for number, row in select_slice(list(enumerate(load_rows())), word):
+    for number, row in select_slice(list(enumerate(load_array().rows)), word):
         case, start = Case(factors, row), time.monotonic()
         try:
             outcome = run_case(case, workspace)

@@ -22,6 +22,7 @@ from diffusers.pipelines.flux import pipeline_flux_fill
 from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video
 from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
 from diffusers.pipelines.ltx import pipeline_ltx_condition
+from diffusers.pipelines.ltx2 import pipeline_ltx2_image2video
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from diffusers.pipelines.skyreels_v2 import pipeline_skyreels_v2
 from diffusers.pipelines.stable_diffusion import pipeline_stable_diffusion_inpaint
@@ -35,6 +36,9 @@ from torch import Tensor
 from library.config.schema import ModelConfig
 from library.models.detect import detect_model
 from library.models.families import FAMILIES, IMAGE_TO_VIDEO_FAMILIES
+from library.models.loading import import_model_class
+from library.models.model_configs import load_bundled_config
+from library.models.weights import build_random_component
 from library.tools.family_check.cases import HEIGHT, WIDTH, TinyCase, build_batch, return_unchanged
 
 
@@ -995,6 +999,116 @@ def ltx_video095_from_image() -> TinyCase:
     return replace(tiny, call=call, sizes=sizes, compares_arguments=False)
 
 
+class Isolation:
+    """The pipeline leaves out the attention between pictures and sound in all calls, where that is asked for."""
+
+    def __call__(self, *args: Any, isolated: bool = False, **options: Any) -> Any:
+        def isolate(module: Any, args: Any, kwargs: Any) -> Any:
+            return args, {**kwargs, "isolate_modalities": isolated or kwargs["isolate_modalities"]}
+
+        handle = self.transformer.register_forward_pre_hook(isolate, with_kwargs=True)
+        try:
+            return super().__call__(*args, **options)
+        finally:
+            handle.remove()
+
+
+class IsolatedText(Isolation, diffusers.LTX2Pipeline):
+    pass
+
+
+class IsolatedImage(Isolation, diffusers.LTX2ImageToVideoPipeline):
+    """Given latents are noise here, and the first frame is mixed in."""
+
+    def prepare_latents(self, image: Any, *args: Any) -> Any:
+        *others, latents = args
+        if latents is None:
+            return super().prepare_latents(image, *args)
+        pixels = self.video_processor.preprocess(image, HEIGHT, WIDTH)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pipeline_ltx2_image2video, "randn_tensor", lambda shape, **more: latents.clone())
+            return super().prepare_latents(pixels, *others, None)
+
+
+IsolatedText.__name__, IsolatedImage.__name__ = "LTX2Pipeline", "LTX2ImageToVideoPipeline"
+
+NO_GUIDANCE = {
+    **{"audio_guidance_scale": 1.0, "stg_scale": 0.0, "audio_stg_scale": 0.0},
+    **{"modality_scale": 1.0, "audio_modality_scale": 1.0},
+}
+"""What turns off all that LTX-2 is guided by, apart from the text."""
+
+
+def drop_sound(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what the pipeline gives the stream of sound, and the mask of texts in which nothing is masked."""
+    assert bool(arguments.get("encoder_attention_mask", torch.ones(1)).all())
+    return {
+        name: value
+        for name, value in arguments.items()
+        if not name.startswith("audio") and name != "encoder_attention_mask"
+    }
+
+
+def ltx2(source: str = "random:ltx2:tiny") -> TinyCase:
+    pipe, generator = _load(source), torch.Generator().manual_seed(5)
+    config = load_bundled_config(source.removeprefix("random:").replace(":", "_"))
+    for part in ("audio_vae", "vocoder"):  # which previews do without
+        part_class = import_model_class(*config["model_index.json"][part])
+        part_config = config[f"{part}/config.json"]
+        pipe.register_modules(**{part: build_random_component(part_class, part_config, part, torch.float32, None)})
+    pipe.__class__ = IsolatedText
+    pipe.vae.latents_mean, pipe.vae.latents_std = torch.randn(4, generator=generator), torch.tensor([0.5, 1, 2, 3])
+    states, latents = _draw_tensors((128, 72), (4, 1, HEIGHT // 16, WIDTH // 16))
+    mask = torch.tensor([[0] * 115 + [1] * 13, [0] * 121 + [1] * 7])
+    with torch.no_grad():
+        embeds, sound_embeds, _ = pipe.connectors(states, mask)
+    settings = {"num_frames": 1, "use_cross_timestep": "2_3" in source}
+    sizes = {**settings, **NO_GUIDANCE, "isolated": True}
+
+    def normalize(pipe: Any, latents: Tensor) -> Tensor:
+        return pipe._normalize_latents(latents, pipe.vae.latents_mean, pipe.vae.latents_std)
+
+    return TinyCase(
+        "ltx2",
+        pipe,
+        build_batch(latents, {"embeds": embeds, "sound_embeds": sound_embeds}),
+        {"prompt_embeds": states, "prompt_attention_mask": mask, **sizes},
+        sizes,
+        _build_frame_encoder(normalize),
+        source,
+        lambda latents: latents.flatten(2).transpose(1, 2),
+        lambda latents: normalize(pipe, latents),
+        encode_clips=_build_clip_encoder(normalize),
+        texts=settings,
+        simplify_call=drop_sound,
+        tolerances={"rtol": 1e-5, "atol": 1e-5},  # of attention without the mask
+        blocks=("LTX2VideoTransformerBlock",),
+        untrained="audio|to_gate_logits",
+    )
+
+
+def ltx2_2_3() -> TinyCase:
+    return ltx2("random:ltx2:2_3_tiny")
+
+
+def ltx2_from_image() -> TinyCase:
+    tiny, options = ltx2(), ModelConfig("random:ltx2:tiny", image_to_video=True)
+    family, model = IMAGE_TO_VIDEO_FAMILIES["ltx2"], detect_model(options)
+    components = {name: part for name, part in tiny.pipe.components.items() if part is not None}
+    pipe = IsolatedImage(**components)
+    pipe.vae_spatial_compression_ratio = tiny.pipe.vae_spatial_compression_ratio
+    added = _add_frame_images(replace(tiny, family=family, model=model, pipe=pipe), "image", num_frames=9)
+    no_compression = {"image_crf": 0}
+    return replace(
+        added,
+        call={**added.call, **no_compression},
+        sizes={**added.sizes, **no_compression},
+        pack_latents=return_unchanged,
+        pack_prediction=lambda latents: latents[:, :, 1:],
+        compares_arguments=False,  # the pipeline mixes the given frame in with rounding
+    )
+
+
 def flux3() -> TinyCase:
     pipe, generator = _load("random:flux3:tiny"), torch.Generator().manual_seed(5)
     pipe.tokenizer.tokenizer = pipe.tokenizer  # of diffusers' processor
@@ -1411,6 +1525,9 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "ltx_video": ltx_video,
     "ltx_video095": ltx_video095,
     "ltx_video095_from_image": ltx_video095_from_image,
+    "ltx2": ltx2,
+    "ltx2_2_3": ltx2_2_3,
+    "ltx2_from_image": ltx2_from_image,
     "hunyuan_video": hunyuan_video,
     "cogvideox": cogvideox,
     "cogvideox_2b": cogvideox_2b,

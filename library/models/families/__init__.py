@@ -68,6 +68,7 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "hunyuan_video15_i2v": ".hunyuan_video15_i2v:HunyuanVideo15I2V",
         "ltx_video": ".ltx_video:LTXVideo",
         "ltx_video095": ".ltx_video095:LTXVideo095",
+        "ltx2": ".ltx2:LTX2",
         "hunyuan_video": ".hunyuan_video:HunyuanVideo",
         "cogvideox": ".cogvideox:CogVideoX",
         "cogvideox15": ".cogvideox15:CogVideoX15",
@@ -91,6 +92,7 @@ CONTROL_FAMILIES: Mapping[str, Mapping[str, str]] = {
 IMAGE_TO_VIDEO_FAMILIES: Mapping[str, str] = {
     "wan22_ti2v": f"{__package__}.wan22_ti2v:WanTI2VFromImage",
     "ltx_video095": f"{__package__}.ltx_video095:LTXVideo095FromImage",
+    "ltx2": f"{__package__}.ltx2:LTX2FromImage",
 }
 """The family that trains with ``--image_to_video`` in place of each of these."""
 

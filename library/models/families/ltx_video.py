@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...adapters.original_module_names import KeyStyle
@@ -47,15 +48,21 @@ def match_ltx_video(read: ConfigReader) -> FamilyMatch:
     return match_flow_model(read, 1, f"the transformer has {config.get('num_layers')} blocks", patch_size)
 
 
-def _rename_to_original(modules: Iterable[str]) -> Mapping[str, str]:
-    """The layers of the blocks have the same names in the original code."""
-    outer = {"proj_in": "patchify_proj", "time_embed": "adaln_single"}
+OUTER_NAMES = {"proj_in": "patchify_proj", "time_embed": "adaln_single"}
+"""The original names of modules outside of the blocks; the layers of the blocks have the same names there."""
+
+
+def rename_outer_modules(names: Mapping[str, str], modules: Iterable[str]) -> Mapping[str, str]:
+    """Map modules to names in which the first part is another one."""
     parts = {module: module.partition(".") for module in modules}
-    return {module: outer.get(first, first) + dot + rest for module, (first, dot, rest) in parts.items()}
+    return {module: names.get(first, first) + dot + rest for module, (first, dot, rest) in parts.items()}
 
 
 LTX_KEYS = KeyStyle(
-    "ltx_video", rename=_rename_to_original, is_read_by_diffusers=False, has_original_names_in_diffusers=True
+    "ltx_video",
+    rename=partial(rename_outer_modules, OUTER_NAMES),
+    is_read_by_diffusers=False,
+    has_original_names_in_diffusers=True,
 )
 
 FACTS = FamilyFacts(

@@ -5,6 +5,7 @@ Each check gets a pipeline that it may change, and raises ``CheckFailedError`` w
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MethodType
 from typing import Any
 
 import torch
@@ -71,14 +72,14 @@ def check_denoiser_call(family: Family, case: TinyCase) -> None:
     pipe, batch = case.pipe, take_rows(case.batch, case.max_rows)
     denoiser = getattr(pipe, family.facts.denoiser_name)
     record, steps = Recorder(denoiser), list[tuple[Any, Any]]()
-    step = pipe.scheduler.step
 
-    def record_step(output: Any, timestep: Any, *args: Any, **kwargs: Any) -> Any:
+    def record_step(scheduler: Any, output: Any, timestep: Any, *args: Any, **kwargs: Any) -> Any:
         # A pipeline that gives the scheduler a timestep for each token counts time backward.
         steps.append((output if kwargs.get("per_token_timesteps") is None else -output, timestep))
-        return step(output, timestep, *args, **kwargs)
+        return type(scheduler).step(scheduler, output, timestep, *args, **kwargs)
 
-    pipe.scheduler.step = record_step
+    # A method, which belongs to the copy of a scheduler that is copied.
+    pipe.scheduler.step = MethodType(record_step, pipe.scheduler)
     latents = case.pack_latents(batch.latents)
     call_pipeline(case, **case.call, **case.no_guidance, latents=latents, output_type="latent")
     reference, t = steps[0]

@@ -49,6 +49,7 @@ FAMILY_SENTENCES: Mapping[str, str] = {
     "wan": "Short videos; trained on pictures it learns what things look like.",
     "hunyuan_video": "Videos; trained on pictures it learns what things look like.",
     "ltx_video": "Quick, short videos on small cards.",
+    "ltx2": "Videos with sound, of which it learns the pictures; very large, so cards from 32 GB.",
 }
 
 _KINDS = {

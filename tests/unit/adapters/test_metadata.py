@@ -164,6 +164,7 @@ def test_the_implementation_is_the_one_that_sd_scripts_names():
         "skyreels_v2": "https://github.com/SkyworkAI/SkyReels-V2",
         **dict.fromkeys(HUNYUAN15_KINDS, "https://github.com/Tencent-Hunyuan/HunyuanVideo-1.5"),
         **dict.fromkeys(("ltx_video", "ltx_video095"), "https://github.com/Lightricks/LTX-Video"),
+        "ltx2": "https://github.com/Lightricks/LTX-2",
         "hunyuan_video": "https://github.com/Tencent-Hunyuan/HunyuanVideo",
         **dict.fromkeys(("cogvideox", "cogvideox15"), "https://github.com/THUDM/CogVideo"),
         "mochi": "https://github.com/genmoai/mochi",

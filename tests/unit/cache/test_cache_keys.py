@@ -271,6 +271,19 @@ def test_estimated_cache_sizes_are_equal_to_the_written_ones(tmp_path):
     assert embeds.numel() == told.text_elements
 
 
+@pytest.mark.slow
+def test_estimated_cache_sizes_are_those_of_a_video_model_with_text_connectors():
+    import torch
+
+    from library.models.families.ltx2 import LTX2
+
+    detected = detect_model("random:ltx2:tiny")
+    told, pipe = read_encoded_sizes(get_config_reader(detected)), LTX2().load(detected, torch.float32)
+    moments = LTX2().encode_moments(pipe, torch.zeros(1, 3, 64, 96))
+    assert moments.mean_and_std.numel() == told.count_moment_elements((96, 64))
+    assert sum(each.numel() for each in LTX2().encode_prompts(pipe, ["a"]).values()) == told.text_elements
+
+
 def test_images_of_one_vae_batch_are_loaded_by_all_threads(monkeypatch):
     barrier = threading.Barrier(4)
 

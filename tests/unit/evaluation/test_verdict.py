@@ -91,7 +91,7 @@ def test_likeness_that_was_not_measured_is_not_said_to_have_not_come():
 
 
 def test_a_good_step_of_a_lower_balance_is_not_said_to_be_ahead():
-    good, drifted = plant_step("good", 1, 0.9, 0.55, 0.2, 1), plant_step("drifted", 2, 1.0, 0.0, 0.3, 2)
+    good, drifted = plant_step("good", 1, 0.9, 0.12, 0.29, 1), plant_step("drifted", 2, 1.0, 0.0, 0.37, 2)
 
     verdict = judge_steps([drifted, good], RESAMPLER)
 

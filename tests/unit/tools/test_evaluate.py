@@ -180,10 +180,11 @@ def test_labels_of_runs_have_as_many_folders_as_tell_them_apart(tmp_path):
 
 
 def test_files_of_the_ema_have_the_summary_of_their_run_and_are_a_run_of_their_own(tmp_path):
-    write_summary(tmp_path, "bird")
+    write_summary(tmp_path, "bird", ema_decay=0.9)
     for name, step in (("bird-ema", 300), ("bird-step00000100-ema", 100), ("bird", 300)):
         write_lora(tmp_path / f"{name}.safetensors", 1.0, step)
-    (tmp_path / "bird.metrics.jsonl").write_text(json.dumps({"step": 10, "validation/loss": 0.5}))
+    losses = {"step": 10, "validation/loss": 0.5, "validation/without_ema/loss": 0.7}
+    (tmp_path / "bird.metrics.jsonl").write_text(json.dumps(losses))
     problems = []
 
     words = [str(tmp_path / f"{name}.safetensors") for name in ("bird-ema", "bird", "bird-step00000100-ema")]
@@ -192,8 +193,9 @@ def test_files_of_the_ema_have_the_summary_of_their_run_and_are_a_run_of_their_o
     assert problems == []
     assert [file.path.stem for file in averaged.files] == ["bird-step00000100-ema", "bird-ema"]
     assert (averaged.name, trained.name) == ("bird-ema", "bird")
-    assert read_run_settings(averaged) == read_run_settings(trained) == ({"dataset_config": DATASET}, [])
-    assert averaged.find_validation_loss(300) == 0.5
+    assert read_run_settings(averaged) == read_run_settings(trained)
+    assert read_run_settings(trained) == ({"dataset_config": DATASET, "ema_decay": 0.9}, [])
+    assert (averaged.find_validation_loss(300), trained.find_validation_loss(300)) == (0.5, 0.7)
 
 
 def test_files_without_steps_are_in_the_order_of_their_epochs(tmp_path):

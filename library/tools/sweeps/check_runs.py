@@ -1,0 +1,126 @@
+"""Check every run of a sweep before the first one starts, and complete its settings: caches and evaluation."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...config.parser import ParsedConfig
+from ...config.schema import RunConfig
+from ...errors import ConfigError, UserError
+from ...evaluation.pictures import find_unsupported_reason
+from ...models.base import Family
+from ...models.detect import detect_model
+from ...models.families import FAMILIES
+from ...problems import Problem, dedupe_problems, locate_problems
+from ...training.preflight import (
+    RunFacts,
+    check_run_settings,
+    find_installation_problems,
+    find_settings_problems,
+    load_settings,
+)
+from .sweep_file import Sweep, SweepRun
+
+DISK_CACHES = (
+    {"cache_latents_to_disk": True, "cache_text_encoder_outputs_to_disk": True},
+    {"cache_latents_to_disk": True},
+)
+"""What runs share, where they cache nothing themselves: all, or what their settings allow."""
+
+MEASUREMENTS = 4
+"""How often a run is evaluated, where the file does not say."""
+
+
+@dataclass(frozen=True)
+class CheckedRun:
+    """A run whose settings are complete and valid."""
+
+    run: SweepRun
+    argv: Sequence[str]
+    config: RunConfig
+
+
+def check_sweep(sweep: Sweep) -> list[CheckedRun]:
+    """Check all runs, and raise with all their problems; one of several runs is told once."""
+    checked, by_run = list[CheckedRun](), dict[str, list[Problem]]()
+    for run in sweep.runs:
+        found, by_run[run.name] = _check_run(sweep, run)
+        checked.append(found)
+    if any(by_run.values()):
+        raise ConfigError(_scope_problems(by_run))
+    return checked
+
+
+def _scope_problems(by_run: Mapping[str, Sequence[Problem]]) -> list[Problem]:
+    """Name the run beside a problem that not all runs have."""
+    every = dedupe_problems(problem for problems in by_run.values() for problem in problems)
+    scoped = []
+    for problem in every:
+        names = [name for name, problems in by_run.items() if problem in problems]
+        if len(names) < len(by_run):
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            problem = replace(problem, scope=f"run {names[0]}{more}")
+        scoped.append(problem)
+    return scoped
+
+
+def _check_run(sweep: Sweep, run: SweepRun) -> tuple[CheckedRun, list[Problem]]:
+    run = replace(run, settings={**run.settings, **(_choose_caches(sweep, run) if sweep.share_caches else {})})
+    parsed = load_settings(sweep.build_argv(run))
+    problems = [*find_settings_problems(parsed), *_find_idle_axes(run, parsed), *find_installation_problems(parsed)]
+    problems = [problem for problem in problems if problem.option != "output_name"]  # it is resumed
+    if not problems:
+        try:
+            run, parsed = _add_evaluation(sweep, run, parsed)
+            _check_model(parsed.config, sweep.num_processes)
+        except UserError as error:
+            problems = parsed.locate_problems(error.problems)
+    return CheckedRun(run, sweep.build_argv(run), parsed.config), _locate(problems, run)
+
+
+def _locate(problems: Iterable[Problem], run: SweepRun) -> list[Problem]:
+    """Name the sweep file, line and key instead of the flag that they become."""
+    return dedupe_problems(locate_problems(problems, run.places))
+
+
+def _find_idle_axes(run: SweepRun, parsed: ParsedConfig) -> list[Problem]:
+    """Find axes without effect, whose runs would all be the same."""
+    reasons = {place.flag.removeprefix("--").removeprefix("no-"): reason for place, reason in parsed.unused}
+    return [
+        Problem(name, f"has no effect: {reasons[name]}", "the runs of this axis would be equal", run.places[name])
+        for name in sorted(run.axes & reasons.keys())
+    ]
+
+
+def _choose_caches(sweep: Sweep, run: SweepRun) -> dict[str, Any]:
+    """Choose caches on disk, which all runs read, for a run that asks for none and allows them."""
+    parsed = load_settings(sweep.build_argv(run))
+    asked = {name for names in DISK_CACHES for name in names} | {"cache_latents", "cache_text_encoder_outputs"}
+    if parsed.explicit & asked or parsed.config.data.slider_prompts or find_settings_problems(parsed):
+        return {}
+    for caches in DISK_CACHES:
+        tried = load_settings(sweep.build_argv(replace(run, settings={**run.settings, **caches})))
+        if not find_settings_problems(tried) and len(tried.unused) == len(parsed.unused):
+            return caches
+    return {}
+
+
+def _add_evaluation(sweep: Sweep, run: SweepRun, parsed: ParsedConfig) -> tuple[SweepRun, ParsedConfig]:
+    """Let a run measure its pictures where it does not anyway, and its model allows it."""
+    config = parsed.config
+    family: Family = FAMILIES.get(detect_model(config.model).family)(config.model)
+    if config.evaluate.is_active or config.data.slider_prompts or find_unsupported_reason(family):
+        return run, parsed
+    epochs, steps = config.train.max_train_epochs, config.train.max_train_steps
+    measured = {"evaluate_every_n_steps": max(1, steps // MEASUREMENTS)}
+    if epochs:
+        measured = {"evaluate_every_n_epochs": max(1, epochs // MEASUREMENTS)}
+    run = replace(run, settings={**run.settings, **measured})
+    return run, load_settings(sweep.build_argv(run))
+
+
+def _check_model(config: RunConfig, num_processes: int) -> None:
+    """Run the checks that need the model, without its weights."""
+    detected = detect_model(config.model)
+    family: Family = FAMILIES.get(detected.family)(config.model)
+    check_run_settings(config, RunFacts(family, detected, world_size=num_processes))
