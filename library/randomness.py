@@ -46,6 +46,9 @@ class Purpose:
     # The vectors of a new word that start from none, by text encoder: "PURPOSE/COMPONENT".
     TOKEN_VECTORS = "token vectors"
 
+    # The rounding of a weight to bf16, by step: "PURPOSE/WEIGHT", and of its moments: "PURPOSE/WEIGHT/MOMENT".
+    ROUNDING = "rounding"
+
     RANDOM_MODEL = "random weights"
     PREVIEW, GRADIENT_PROBE, SESSION_ID = "preview", "probe", "session"
 

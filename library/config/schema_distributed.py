@@ -23,7 +23,8 @@ class DistributedConfig:
     )
     full_bf16: bool = define_option(
         False,
-        "trained weights, gradients and optimizer state in bf16: half the memory, but small updates are rounded away",
+        "trained weights, gradients and optimizer state in bf16: half the memory, but small updates are rounded away"
+        " (train full: see stochastic_rounding)",
         needs=ALWAYS,
         changes_result=False,
     )

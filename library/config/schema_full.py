@@ -44,6 +44,13 @@ class FullConfig:
         needs=(IS_FULL,),
     )
 
+    stochastic_rounding: bool = define_option(
+        True,
+        "train full with full_bf16: compute updates in float32 and round weights and moments up or down at random, so"
+        " that updates too small for bf16 count on average; otherwise to the nearest value",
+        needs=(IS_FULL, IsSet("full_bf16")),
+    )
+
     @property
     def text_encoder_rates(self) -> tuple[float | None, ...]:
         """The rates that are set for single encoders, in their order; None stands for learning_rate."""

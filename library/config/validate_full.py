@@ -66,20 +66,19 @@ def _validate_base_options(config: RunConfig) -> Iterator[Problem]:
     if option := config.preservation.active_option:
         text = "it keeps what the model predicts without the LoRA, and train full has none"
         yield Problem(option, text, "remove it", others=adapter)
-    if config.train.gpu_memory is not None:
-        text = "it chooses among options for a frozen model"
-        yield Problem("gpu_memory", f"{text}, and train full has none", "remove it", others=adapter)
 
 
 def _validate_layout(config: RunConfig) -> Iterator[Problem]:
     """Refuse the strategies that take all trained weights to be adapters, which every rank holds."""
     fix, adapter = "use --fsdp, DDP or one process", ("train",)
     sizes = {name: size for name, size in config.parallel.model_parallel_sizes.items() if size > 1}
-    if "pp_size" in sizes:
-        yield Problem("pp_size", "not supported with train full", fix, value=str(sizes["pp_size"]), others=adapter)
-    if "tp_size" in sizes and "cp_size" in sizes:
-        text, others = "with cp_size it is not supported with train full", ("cp_size", *adapter)
-        yield Problem("tp_size", text, "use one of the two", value=str(sizes["tp_size"]), others=others)
+    if "pp_size" in sizes and len(sizes) > 1:
+        first, *_ = (name for name in sizes if name != "pp_size")
+        text = f"with {first} it is not supported with train full"
+        yield Problem("pp_size", text, "use one of the two", value=str(sizes["pp_size"]), others=(first, *adapter))
+    if "pp_size" in sizes and config.distributed.mixed_precision == "fp16":
+        text = "fp16 looks for overflows among all gradients, and each stage of a pipeline has those of its blocks"
+        yield Problem("mixed_precision", text, "use bf16 or no", value="fp16", others=("pp_size", *adapter))
     if config.sharding.fsdp_offload_params and config.distributed.mixed_precision == "fp16":
         text = "fp16 scales gradients on the device, and fsdp_offload_params keeps those of train full in host memory"
         yield Problem("mixed_precision", text, "use bf16 or no", value="fp16", others=("fsdp_offload_params", *adapter))
@@ -102,6 +101,7 @@ def _validate_fused_backward(config: RunConfig) -> Iterator[Problem]:
         "deepspeed": (config.deepspeed.deepspeed, PROCESSES_REASON, "remove one of them"),
         "cp_size": (config.parallel.cp_size > 1, PROCESSES_REASON, "remove one of them"),
         "tp_size": (config.parallel.tp_size > 1, PROCESSES_REASON, "remove one of them"),
+        "pp_size": (config.parallel.pp_size > 1, PROCESSES_REASON, "remove one of them"),
     }
     for name, (is_used, reason, fix) in reasons.items():
         if is_used:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import (
+    AutocastKwargs,
     DistributedDataParallelKwargs,
     KwargsHandler,
     TorchDynamoPlugin,
@@ -75,7 +76,12 @@ def prepare_accelerator(args: RunConfig) -> Accelerator:
             _raise_problems(find_mismatches(ranks))
             world = replace(world, started_at=_agree_on_start_time(args.log, state))
             steps = args.train.gradient_accumulation_steps
-            accelerator = Accelerator(**build_accelerator_kwargs(args.distributed, args.log, steps, world))
+            arguments = build_accelerator_kwargs(args.distributed, args.log, steps, world)
+            if args.adapter.is_full:
+                # The cache would hold a copy in half precision of every trained weight until forward has ended, which
+                # gradient checkpointing, FSDP and the fused backward pass have no memory for.
+                arguments["kwargs_handlers"] += [AutocastKwargs(cache_enabled=False)]
+            accelerator = Accelerator(**arguments)
             facts = read_accelerator_facts(accelerator)
             _raise_problems(validate_accelerator(args.distributed, steps, world, facts))
             return accelerator

@@ -85,9 +85,6 @@ def validate_parallel_dims(config: RunConfig, world: World) -> Iterator[Problem]
             others=tuple(sizes),
         )
     has_fsdp = config.sharding.fsdp or "FSDP" in world.engines
-    if config.adapter.is_full and parallel.tp_size > 1 and has_fsdp:
-        text, tp_size = "with FSDP it is not supported with train full", str(parallel.tp_size)
-        yield Problem("tp_size", text, "use one of the two", value=tp_size, others=("fsdp", "train"))
     if parallel.pp_size > 1 and has_fsdp:
         yield Problem(
             "pp_size",

@@ -92,7 +92,10 @@ class LayoutEstimate:
     @property
     def precision(self) -> str:
         """How exact the base weights are."""
-        kind = self.layout.config.model.quantize_base
+        config = self.layout.config
+        if config.adapter.is_full:
+            return f"{'bf16' if config.distributed.full_bf16 else 'float32'} weights"
+        kind = config.model.quantize_base
         return f"{kind} weights, error {self.error:.2%}" if self.error else "exact weights"
 
 
@@ -106,8 +109,7 @@ def estimate_layout(
 ) -> LayoutEstimate:
     """Estimate memory and speed of a layout from a step; ``num_images`` are those of its micro-batch."""
     parts = split_model(run, layout, devices.count, devices.memory)
-    state = runs.measure_optimizer_state(layout, run)
-    memory = estimate_memory(layout, run, parts, state, runs.batch.buffered_shapes)
+    memory = estimate_memory(layout, run, parts, runs.measure_optimizer(layout, run), runs.batch.buffered_shapes)
     num_images = len(runs.batch.captions) if num_images is None else num_images
     return LayoutEstimate(
         layout, memory, estimate_images_per_second(layout, run, parts, num_images, devices), dict(savings)
@@ -150,8 +152,14 @@ class GridSearch:
         runs: MetaRuns,
         devices: Devices,
         allows: Callable[[ParallelLayout], bool] = lambda _: True,
+        *,
+        same_steps: "GridSearch | None" = None,
     ):
-        """``allows`` restricts the layouts; what saves memory and costs nothing is added to the settings."""
+        """``allows`` restricts the layouts; what saves memory and costs nothing is added to the settings.
+
+        ``same_steps`` is a search whose settings differ in nothing that changes a step: its steps serve for both.
+        """
+        self._same_steps = same_steps
         self._finder, self._savings = add_free_savings(finder)
         self._runs, self._devices = runs, devices
         layouts = filter(allows, self._finder.find_layouts()[0])
@@ -247,6 +255,8 @@ class GridSearch:
     @cached_property
     def _modes(self) -> list[_Mode]:
         """Checkpointing in each way, on the user's batch and on parts of it that are accumulated."""
+        if self._same_steps is not None:
+            return self._same_steps._modes
         modes, count = [*self._list_checkpointing()], len(self._runs.batch.captions)
         train, explicit = self._finder.config.train, self._finder.explicit
         if self._runs.batch.can_be_split and "gradient_accumulation_steps" not in explicit:
@@ -296,7 +306,14 @@ class GridSearch:
 
     @cached_property
     def _plain_run(self) -> MetaRun:
+        if self._same_steps is not None:
+            return self._same_steps._plain_run
         return self._runs.get(self._plain_layout, "base weights as they are")
+
+    @property
+    def has_bf16_weights(self) -> bool:
+        """Whether trained weights are held in bf16."""
+        return self._finder.config.distributed.full_bf16
 
     @cached_property
     def _base_format(self) -> str:

@@ -14,8 +14,9 @@ from ..models.loading import load_components_on_meta
 from ..models.trained_components import caches_only_t5, select_trained_text_encoders
 from ..parallel.frozen_base import find_innermost_blocks
 from ..problems import Place, Problem
-from .advice import MARGIN, GridSearch, LayoutEstimate, estimate_layout
+from .advice import MARGIN, LayoutEstimate, estimate_layout
 from .dry_run import DryRun
+from .full_search import build_search
 from .meta_run import LargestBatch
 from .meta_run_cache import MetaRuns, get_partition
 from .parallel_layouts import LAYOUT_OPTIONS, LayoutFinder, ParallelLayout, format_flags
@@ -78,7 +79,7 @@ class LayoutReport:
 
     def _format_suggestion(self) -> Iterator[str]:
         if self.suggestion is None:
-            yield "nothing fits, and no option would change that: the CUDA context and the LoRA alone need more"
+            yield "nothing fits, and no option would change that: the CUDA context and what is trained alone need more"
             return
         memory, name = self.suggestion.memory, self.suggestion.layout.name
         parts = ", ".join(f"{name} {size / GB:.1f}" for name, size in asdict(memory).items() if size >= GB / 20)
@@ -124,7 +125,7 @@ def search_layouts(finder: LayoutFinder, batch: LargestBatch, devices: Devices) 
     if any(is_whole_model(each.layout) and each.memory.total <= limit for each in report.estimates):
         return report
     slowest = max((each.images_per_second for each in report.estimates if each.memory.total <= limit), default=0.0)
-    search = GridSearch(finder, runs, devices)
+    search = build_search(finder, runs, devices)
     advice = search.advise(limit, slowest)
     if advice or any(map(report.fits, report.estimates)):
         return replace(report, advice=advice)

@@ -1,34 +1,26 @@
 """Estimate peak memory per GPU of a parallel layout: weights, gradients, optimizer state, activations, buffers."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import Tensor
 
-from ..config.schema_optim import OptimConfig
 from ..config.types import DeviceMap
-from ..distributed.deepspeed_settings import DeepSpeedSettings
 from ..distributed.fsdp_settings import FSDPSettings
-from ..errors import UserError
-from ..optim.optimizers import ParamGroup, build_optimizer
 from ..parallel.device_map import build_device_map, iter_weight_devices
 from ..parallel.fsdp import find_fsdp_blocks
 from ..parallel.pipeline_stages import partition_blocks
-from ..problems import Problem
-from .meta_run import MetaRun, StepMemory, count_frozen_bytes, disable_logging
+from .full_training import FullBytes, count_flat_bytes, count_zero_buckets, estimate_full_training, shard_by_zero3
+from .meta_run import MetaRun, count_frozen_bytes, disable_logging
+from .optimizer_memory import OptimizerMemory
 from .parallel_layouts import ParallelLayout
+from .step_memory import StepMemory
 
 CONTEXT_BYTES = 768 * 2**20
 """An assumption for the CUDA context, the workspaces of cuBLAS and cuDNN, and fragmentation."""
 COMMUNICATION_BYTES = 256 * 2**20
 """An assumption for NCCL's buffers."""
 UNLIMITED = 2**60
-ZERO_DEFAULTS = {"stage3_param_persistence_threshold": 100_000, "stage3_max_live_parameters": 1_000_000_000}
-"""DeepSpeed's defaults, in elements."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +30,7 @@ class MemoryEstimate:
     weights: int
     """Frozen weights, as far as they stay on the device."""
     adapters: int
+    """Trained weights: adapters, or with ``--train full`` those of the model."""
     gradients: int
     optimizer: int
     ema: int
@@ -113,7 +106,11 @@ def _split_pipeline(run: MetaRun, stages: int, schedule: str, micro_batches: int
         chunks = tuple(step.run_stage(first, end) for first, end in ranges)
         in_flight = count_in_flight(schedule, stages, stage, micro_batches)
         frozen_bytes = run.frozen_bytes - count_frozen_bytes(*absent)
-        parts.append(DevicePart(frozen_bytes, chunks, received, sent, in_flight))
+        elsewhere = 0
+        if run.adapter is None:  # adapters are whole on every rank
+            elsewhere = sum(each.nbytes for block in absent for each in block.parameters() if each.requires_grad)
+        share = 1 - elsewhere / run.trainable_bytes
+        parts.append(DevicePart(frozen_bytes, chunks, received, sent, in_flight, trainable_share=share))
     return parts
 
 
@@ -159,11 +156,58 @@ def _split_device_map(run: MetaRun, device_map: DeviceMap, devices: int, device_
 
 
 def estimate_memory(
-    layout: ParallelLayout, run: MetaRun, parts: Sequence[DevicePart], optimizer_state: int, buffered_shapes: float
+    layout: ParallelLayout,
+    run: MetaRun,
+    parts: Sequence[DevicePart],
+    optimizer: OptimizerMemory,
+    buffered_shapes: float,
 ) -> MemoryEstimate:
-    """Estimate the part that needs most; ``optimizer_state`` is that of all trainable parameters."""
-    estimates = [_estimate_part(layout, run, part, optimizer_state, buffered_shapes) for part in parts]
+    """Estimate the part that needs most; ``optimizer`` is that of all trainable parameters."""
+    if run.adapter is None:
+        if layout.dims.pp > 1:
+            stages = [_estimate_stage(layout, run, part, optimizer, buffered_shapes) for part in parts]
+            return max(stages, key=lambda estimate: estimate.total)
+        return _add_frozen_weights(layout, run, parts[0], estimate_full_training(layout, run, optimizer))
+    estimates = [_estimate_part(layout, run, part, optimizer.state, buffered_shapes) for part in parts]
     return max(estimates, key=lambda estimate: estimate.total)
+
+
+def _add_frozen_weights(layout: ParallelLayout, run: MetaRun, part: DevicePart, full: FullBytes) -> MemoryEstimate:
+    """Add frozen weights, which encoders and what ``train_modules`` leaves out have, to those of full training."""
+    weights, gathered, ranks = part.frozen_bytes, 0, layout.world_size
+    if layout.zero is not None and layout.zero.stage == 3:
+        weights, gathered = shard_by_zero3(run.frozen, part.frozen_bytes, layout.zero, ranks)
+    elif layout.sharding is not None:
+        weights, gathered = _shard_by_fsdp(run, part.frozen_bytes, layout.sharding)
+    elements = run.trainable_elements * full.weights / run.trainable_bytes
+    return MemoryEstimate(
+        weights=weights,
+        adapters=full.weights,
+        gradients=full.gradients,
+        optimizer=full.optimizer,
+        ema=0 if layout.config.optim.ema_decay is None else round(4 * elements),
+        activations=full.activations,
+        gathered=gathered + full.gathered,
+        buffers=full.buffers,
+        reserved=CONTEXT_BYTES + (COMMUNICATION_BYTES if ranks > 1 else 0),
+    )
+
+
+def _estimate_stage(
+    layout: ParallelLayout, run: MetaRun, part: DevicePart, optimizer: OptimizerMemory, buffered_shapes: float
+) -> MemoryEstimate:
+    """Estimate a stage of a pipeline that trains the model: weights of its blocks, and of what is outside of blocks."""
+    weights = round(part.trainable_share * run.trainable_bytes)
+    in_transit = part.received_bytes + part.sent_bytes
+    after_backward = max(optimizer.count_temporaries(part.trainable_share), count_flat_bytes(run, weights))
+    full = FullBytes(
+        weights=weights,
+        gradients=weights,
+        optimizer=round(part.trainable_share * optimizer.state),
+        activations=max(part.count_activation_bytes(run.encoding_peak), after_backward),
+        buffers=int(layout.config.train.gradient_accumulation_steps * in_transit * buffered_shapes),
+    )
+    return _add_frozen_weights(layout, run, part, full)
 
 
 def _estimate_part(
@@ -183,9 +227,9 @@ def _estimate_part(
         is_offloaded = layout.zero.offload_optimizer_device is not None
         gradients = 0 if is_offloaded else shard
         optimizer = 0 if is_offloaded else shard + -(-optimizer_state // ranks)  # with master weights
-        buffers = _count_zero_buckets(layout.zero, elements)
+        buffers = count_zero_buckets(layout.zero, elements)
         if layout.zero.stage == 3:
-            weights, gathered = _shard_by_zero3(run, part.frozen_bytes, layout.zero, ranks)
+            weights, gathered = shard_by_zero3(run.frozen, part.frozen_bytes, layout.zero, ranks)
     elif layout.sharding is not None:
         weights, gathered = _shard_by_fsdp(run, part.frozen_bytes, layout.sharding)
     if layout.zero is None and ranks > 1:
@@ -223,48 +267,3 @@ def _shard_by_fsdp(run: MetaRun, frozen: int, sharding: FSDPSettings) -> tuple[i
     share = run.stored_share
     unsharded = frozen - share * run.sharded_bytes
     return round(unsharded + (0 if sharding.offload_params else share * shards)), round(share * gathered)
-
-
-def _shard_by_zero3(run: MetaRun, frozen: int, zero: DeepSpeedSettings, ranks: int) -> tuple[int, int]:
-    """Count sharded and gathered bytes: small tensors stay replicated, gathered ones stay live up to a limit."""
-    limits: dict[str, Any] = {**ZERO_DEFAULTS, **zero.passthrough_config.get("zero_optimization", {})}
-    threshold, max_live = (int(limits[name]) for name in ZERO_DEFAULTS)
-    large = [each for each in run.frozen if each.numel() > threshold]
-    shards = sum(-(-each.numel() // ranks) * each.element_size() for each in run.frozen)
-    replicated = frozen - sum(each.nbytes for each in large)
-    live = min(sum(each.nbytes for each in large), max_live * max((each.element_size() for each in large), default=0))
-    return replicated + (0 if zero.offload_param_device else shards), live
-
-
-def _count_zero_buckets(zero: DeepSpeedSettings, elements: int) -> int:
-    """Count DeepSpeed's gradient buckets, which it allocates in full however few gradients there are."""
-    settings: dict[str, Any] = dict(zero.passthrough_config.get("zero_optimization", {}))
-    count = 2 if settings.get("overlap_comm") and zero.stage < 3 else 1
-    return 4 * count * int(settings.get("reduce_bucket_size", elements))
-
-
-def estimate_optimizer_state(config: OptimConfig, groups: Sequence[ParamGroup]) -> int:
-    """Measure the bytes of optimizer state by a real step on one tensor of each shape."""
-    counts = Counter((tuple(each.shape), each.dtype) for group in groups for each in group.parameters)
-    parameters = [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape, dtype in counts]
-    optimizer: Any = build_optimizer(config, [ParamGroup("shapes", parameters, config.learning_rate)])
-    try:
-        if callable(getattr(optimizer, "train", None)):
-            optimizer.train()
-        for parameter in parameters:
-            parameter.grad = torch.full_like(parameter, 1e-3)
-        optimizer.step()
-    except (RuntimeError, NotImplementedError, AttributeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(
-            Problem(
-                "optimizer_type",
-                f"cannot take a step on this machine, so the size of its state is unknown ({reason})",
-                value=config.optimizer_type,
-            )
-        ) from error
-    total = 0
-    for parameter, count in zip(parameters, counts.values(), strict=True):
-        state = tree_leaves(optimizer.state.get(parameter, {}))
-        total += count * sum(leaf.nbytes for leaf in state if isinstance(leaf, Tensor))
-    return total

@@ -31,6 +31,7 @@ from .advice import (
     change_config,
 )
 from .dry_run import build_dry_run
+from .full_search import FULL_OPTIONS, FullSearch, build_search
 from .layout_search import find_training_batch
 from .meta_run_cache import MetaRuns
 from .parallel_layouts import LAYOUT_OPTIONS, LayoutFinder, ParallelLayout, format_flags
@@ -46,6 +47,7 @@ CHOSEN_OPTIONS = (
     *STORAGE_OPTIONS,
     *BATCH_OPTIONS,
     *FSDP_OPTIONS,
+    *FULL_OPTIONS,
 )
 """Options that may be chosen; the layout is DDP or FSDP, unless the user set another one."""
 
@@ -97,7 +99,7 @@ def _list_kept_options(loaded: ParsedConfig) -> dict[str, Any]:
     changing = {option.name for option in iter_options(RunConfig) if option.changes_result}
     return {
         name: saved[name]
-        for name in STORAGE_OPTIONS
+        for name in (*STORAGE_OPTIONS, *FULL_OPTIONS)
         if name in changing and name in saved and name not in loaded.explicit
     }
 
@@ -121,7 +123,7 @@ def _search(loaded: ParsedConfig, memory: MemorySize, world: World) -> Choice:
     finder, runs = _build_finder(loaded, world)
     devices = Devices(world.world_size, memory.num_bytes)
     allows = _build_layout_filter(finder)
-    search = GridSearch(finder, runs, devices, allows)
+    search = build_search(finder, runs, devices, allows, may_change_optimizer=False)
     advice = search.advise((1 - MARGIN) * devices.memory)
     if not advice:
         problem = _explain_contradiction(finder, runs, devices, allows) or _explain_failure(search, memory)
@@ -185,8 +187,10 @@ def _explain_contradiction(
     memory, names = MemorySize(devices.memory), finder.explicit & {*CHOSEN_OPTIONS} - {*BATCH_OPTIONS}
     defaults = {name: value for name, value in flatten_config(RunConfig()).items() if name in names}
     released = replace(finder, config=change_config(finder.config, defaults), explicit=finder.explicit - names)
-    advice = GridSearch(released, runs, devices, allows).advise((1 - MARGIN) * devices.memory) if names else []
-    if not advice:
+    if not names:
+        return None
+    search = build_search(released, runs, devices, allows, may_change_optimizer=False)
+    if not (advice := search.advise((1 - MARGIN) * devices.memory)):
         return None
     before, found = flatten_config(finder.config), flatten_config(change_config(released.config, advice[0].options))
     changed = [name for name in CHOSEN_OPTIONS if name in names and found[name] != before[name]]
@@ -199,7 +203,7 @@ def _explain_contradiction(
     )
 
 
-def _explain_failure(search: GridSearch, memory: MemorySize) -> Problem:
+def _explain_failure(search: GridSearch | FullSearch, memory: MemorySize) -> Problem:
     """Say how much memory the smallest of all combinations needs."""
     smallest = search.find_smallest()
     if smallest is None:
@@ -208,7 +212,8 @@ def _explain_failure(search: GridSearch, memory: MemorySize) -> Problem:
     return Problem(
         "gpu_memory",
         f"{memory} is too little: the run needs {needed}, {MARGIN:.0%} of it free, with {flags}",
-        "use a larger GPU or several, a smaller resolution or network_dim",
+        "use a larger GPU or several, or "
+        + ("Adafactor" if smallest.layout.config.adapter.is_full else "a smaller resolution or network_dim"),
     )
 
 

@@ -48,6 +48,10 @@ class MeterReading:
     flops: int
     kernels: int
     """Ops that launch a kernel: the time in which the host starts them is a lower bound of a step's."""
+    grown: int = 0
+    """Bytes of gradients that backward has completed so far, where the model itself is trained."""
+    grown_peak: int = 0
+    """The most bytes that were alive at once with them; 0 if there were none."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """``allocated`` tensors exist beforehand and do not count."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.device, self.live, self.peak, self.flops, self.kernels = device, 0, 0, 0, 0
+        self.grown = self._grown_peak = 0
         self._known_calls: dict[Any, _KnownCall] = {}
         self._is_pure: dict[Any, bool] = {}
         self._launches: dict[Any, bool] = {}
@@ -107,8 +112,10 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def read_and_reset(self) -> MeterReading:
         """Return live bytes, and the peak, FLOPs and kernels since the last reset."""
-        reading = MeterReading(self.live, self.peak, self.flops, self.kernels)
-        self.peak, self.flops, self.kernels = self.live, 0, 0
+        grown_peak = max(self._grown_peak, self.live + self.grown) if self.grown else 0
+        counted = self.live, self.peak, self.flops, self.kernels
+        reading = MeterReading(*counted, grown=self.grown, grown_peak=grown_peak)
+        self.peak, self.flops, self.kernels, self._grown_peak = self.live, 0, 0, grown_peak
         return reading
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -160,6 +167,8 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages[key] = weakref.ref(storage, lambda _: self._remove(key, size))
         self.live += size
         self.peak = max(self.peak, self.live)
+        if self.grown:
+            self._grown_peak = max(self._grown_peak, self.live + self.grown)
 
     def _remove(self, key: int, size: int) -> None:
         del self._storages[key]

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..adapters.injection import Adapter
 from ..adapters.precision import cast_trainable_parameters, leave_input_casts_to_autocast
 from ..config import RunConfig
 from ..dataloader.batch import Cond, Moments, PixelBatch
@@ -35,14 +36,22 @@ from ..parallel.parallel_plan import Activations, build_parallel_plan
 from ..parallel.pipeline_stages import StageRunner
 from ..parallel.quantize import FrozenConv2d, FrozenLinear
 from ..parallel.tensor_parallel import TensorParallel
-from ..training.network_weights import add_training_adapter, read_initial_weights
+from ..parallel.tensor_parallel_weights import TensorParallelWeights
+from ..training.full_weights import build_full_modules, build_full_param_groups, get_trained_dtypes
+from ..training.network_weights import InitialWeights, add_training_adapter, read_initial_weights
 from ..training.param_groups import build_param_groups
 from ..training.setup import build_objective
 from ..training.task import DiffusionTask
-from ..training.trainable_modules import build_trainable_modules, fuse_layers, get_trainable_parameters
+from ..training.trainable_modules import (
+    TrainableModules,
+    build_trainable_modules,
+    fuse_layers,
+    get_trainable_parameters,
+)
 from .base_storage import KERNELS_PER_UNPACKING, BlockWeights, StoredBase
-from .meta_memory_meter import AutocastEmulation, MemoryMeter, MeterReading, run_backward
+from .meta_memory_meter import AutocastEmulation, MemoryMeter, run_backward
 from .repeated_blocks import RepeatedBlocks
+from .step_memory import MetaStep, StepRecorder
 
 META = torch.device("meta")
 COUNTS, FROZEN_COUNTS = ("trainable_bytes", "trainable_elements"), ("sharded_bytes", "num_frozen_matrices")
@@ -64,90 +73,6 @@ class LargestBatch:
     """Whether ``train_batch_size`` sets it, and no dataset file."""
     num_frames: int = 1
     """The frames of each sample; 1 for images."""
-
-
-@dataclass(frozen=True)
-class StepMemory:
-    """Activation memory of one micro-batch in the model or in a part of it, without weights and gradients."""
-
-    saved: int = 0
-    """Bytes that forward saves for backward."""
-    forward_peak: int = 0
-    """The peak of bytes during forward, above those in use before it."""
-    backward_peak: int = 0
-    """The peak of bytes during backward, above those in use after forward."""
-    flops: int = 0
-    kernels: int = 0
-
-    @property
-    def peak(self) -> int:
-        return max(self.forward_peak, self.saved + self.backward_peak)
-
-    def __add__(self, after: "StepMemory") -> "StepMemory":
-        """Combine with the part that follows on the same device; backward runs in reverse order."""
-        forward_peak = max(self.forward_peak, self.saved + after.forward_peak)
-        backward_peak = max(after.backward_peak, self.backward_peak - after.saved)
-        flops, kernels = self.flops + after.flops, self.kernels + after.kernels
-        return StepMemory(self.saved + after.saved, forward_peak, backward_peak, flops, kernels)
-
-
-@dataclass(frozen=True)
-class MetaStep:
-    """Activation memory of one micro-batch: of each block, and of what is computed before and after the blocks."""
-
-    head: StepMemory
-    blocks: tuple[StepMemory, ...]
-    tail: StepMemory
-    flows: tuple[int, ...]
-    """Bytes of the activations that enter each block, and of those that leave the last."""
-
-    def run_stage(self, first: int, end: int) -> StepMemory:
-        """Activation memory of a pipeline stage with the blocks from ``first`` up to ``end``, and what it receives."""
-        received = self.flows[first] - self.flows[0]
-        stage = sum(self.blocks[first:end], StepMemory(received, received) + self.head)
-        if end == len(self.blocks):
-            return stage + self.tail
-        # A stage holds the activations that it sent until its backward has ended.
-        return replace(stage, backward_peak=stage.backward_peak + self.flows[end])
-
-    @property
-    def total(self) -> StepMemory:
-        return self.run_stage(0, len(self.blocks))
-
-    def add_to_blocks(self, num_bytes: int, kernels: int) -> "MetaStep":
-        """Let each block need so many bytes more while it computes, and launch so many kernels more."""
-        blocks = tuple(
-            replace(
-                block,
-                forward_peak=block.forward_peak + num_bytes,
-                backward_peak=block.backward_peak + num_bytes,
-                kernels=block.kernels + kernels,
-            )
-            for block in self.blocks
-        )
-        return replace(self, blocks=blocks)
-
-    def split_batch(self, parts: int) -> "MetaStep":
-        """Divide the batch; as many kernels are launched for each part."""
-        head, *blocks, tail = (
-            replace(
-                part,
-                saved=part.saved // parts,
-                forward_peak=part.forward_peak // parts,
-                backward_peak=part.backward_peak // parts,
-                flops=part.flops // parts,
-            )
-            for part in (self.head, *self.blocks, self.tail)
-        )
-        return MetaStep(head, tuple(blocks), tail, tuple(size // parts for size in self.flows))
-
-    def mix_blocks(self, other: "MetaStep", every: int) -> "MetaStep":
-        """Take every n-th block, from the first one on, and what is around the blocks from ``other``."""
-        blocks = [
-            theirs if not index % every else ours
-            for index, (ours, theirs) in enumerate(zip(self.blocks, other.blocks, strict=True))
-        ]
-        return replace(other, blocks=tuple(blocks))
 
 
 class FakeGroup:
@@ -211,52 +136,6 @@ def _checkpoint_within_budget(config: RunConfig) -> RunConfig:
     return config
 
 
-class _StepRecorder:
-    """Reads a meter at each block boundary: in forward directly, in backward by hooks on activations."""
-
-    def __init__(self) -> None:
-        self.start(MemoryMeter(META))
-
-    def start(self, meter: MemoryMeter) -> None:
-        self._meter, self._block = meter, 0
-        self._forward: list[MeterReading] = []
-        self._backward: dict[int, MeterReading] = {}
-        self._flows: list[int] = []
-
-    def end_forward(self) -> None:
-        """Record the end of the head, of a block or of the tail, when all that backward does not need is freed."""
-        self._forward.append(self._meter.read_and_reset())
-
-    def watch(self, block_index: int, activations: Activations) -> None:
-        """Record when backward reaches the activations that enter a block."""
-        self._flows.append(sum(tensor.nbytes for tensor in activations))
-        self._block = block_index
-        for tensor in activations:
-            if tensor.requires_grad:
-                tensor.register_hook(partial(self._end_backward, block_index))  # type: ignore[no-untyped-call]
-
-    def _end_backward(self, block_index: int, _: Tensor) -> None:
-        if block_index <= self._block:
-            self._backward[self._block] = self._meter.read_and_reset()
-            self._block = block_index - 1
-
-    def build_step(self) -> MetaStep:
-        self._backward[self._block] = self._meter.read_and_reset()
-        parts, before = list[StepMemory](), 0
-        for number, forward in enumerate(self._forward):
-            backward = self._backward.get(number - 1, MeterReading(0, forward.live, 0, 0))
-            part = StepMemory(
-                saved=forward.live - before,
-                forward_peak=forward.peak - before,
-                backward_peak=backward.peak - forward.live,
-                flops=forward.flops + backward.flops,
-                kernels=forward.kernels + backward.kernels,
-            )
-            parts.append(part)
-            before = forward.live
-        return MetaStep(parts[0], tuple(parts[1:-1]), parts[-1], tuple(self._flows))
-
-
 class MetaRun:
     """A run as training builds it, on the meta device, partitioned as one rank holds it, and one step of it."""
 
@@ -275,16 +154,15 @@ class MetaRun:
         precision = config.distributed.mixed_precision or "no"
         self.config, self._dtype = config, None if precision == "no" else MIXED_PRECISION_DTYPES[precision]
         self.family: Family = FAMILIES.get(model.family)(config.model)
-        self.pipe = load_pipeline_on_meta(self.family, model, MIXED_PRECISION_DTYPES[precision])
+        dtypes = get_trained_dtypes(config, self.family)
+        self.pipe = load_pipeline_on_meta(self.family, model, MIXED_PRECISION_DTYPES[precision], dtypes)
         self._models = [part for part in self.pipe.components.values() if isinstance(part, nn.Module)]
         for part in self._models:
             part.requires_grad_(False)
         self.trained_encoders = select_trained_text_encoders(config.adapter, config.optim, self.family.facts)
         initial = read_initial_weights(config.adapter, self.family, model)
         add_training_adapter(self.pipe, self.family, initial)
-        self.trained, self.adapter = build_trainable_modules(
-            config, self.family, self.pipe, initial.rank_alphas, initial.independent_modules
-        )
+        self.trained, self.adapter = self._select_trained_weights(config, initial)
         if config.distributed.full_bf16:
             cast_trainable_parameters(self.trained, torch.bfloat16)
         if self._dtype is not None:
@@ -296,7 +174,7 @@ class MetaRun:
         self._whole_bytes: int | None = None
         self._ring: list[Tensor] = []
         self._quantize_and_fuse(config, precision)
-        self.trainable = get_trainable_parameters(self.trained)
+        self._recorder = StepRecorder()
         self.task = DiffusionTask(
             family=self.family,
             pipe=self.pipe,
@@ -310,9 +188,9 @@ class MetaRun:
         self.encoding_peaks: dict[str, int] = {} if same_settings is None else same_settings.encoding_peaks
         """Peak bytes of the text encoders and of the VAE, where they are not cached."""
         self.batch: PixelBatch = self._build_batch(batch) if same_settings is None else same_settings.batch
-        self._recorder = _StepRecorder()
         groups = FakeGroup(tp), FakeGroup(cp)
         self._partition(*groups, pipeline)
+        self._watch_gradients()
         self.frozen = [parameter for parameter in self.trained.parameters() if not parameter.requires_grad]
         self.step = self._run_steps()
         self.sent_bytes = sum(group.sent_bytes for group in groups) / self._count_steps()
@@ -398,6 +276,11 @@ class MetaRun:
         for name in (*COUNTS, *FROZEN_COUNTS):
             getattr(self, name)
 
+    @property
+    def trainable(self) -> list[nn.Parameter]:
+        """The trained parameters, as they are partitioned."""
+        return get_trainable_parameters(self.trained)
+
     @cached_property
     def trainable_bytes(self) -> int:
         return sum(parameter.nbytes for parameter in self.trainable)
@@ -459,15 +342,33 @@ class MetaRun:
         return [part for name in names if isinstance(part := getattr(self.pipe, name), nn.Module)]
 
     def build_param_groups(self) -> list[ParamGroup]:
-        config = self.config
-        return build_param_groups(self.trained, self.adapter, config.adapter, config.optim, self.family.facts)
+        config, facts = self.config, self.family.facts
+        if self.adapter is None:
+            return build_full_param_groups(self.trained, config.optim, config.full, facts)
+        return build_param_groups(self.trained, self.adapter, config.adapter, config.optim, facts)
+
+    def _select_trained_weights(
+        self, config: RunConfig, initial: InitialWeights
+    ) -> tuple[TrainableModules, Adapter | None]:
+        """Inject the adapters; for full training, select weights of the model instead."""
+        if config.adapter.is_full:
+            return build_full_modules(config, self.family, self.pipe), None
+        return build_trainable_modules(config, self.family, self.pipe, initial.rank_alphas, initial.independent_modules)
+
+    def _watch_gradients(self) -> None:
+        """Count gradients of the model's own weights when backward has computed them."""
+        weights: list[Any] = self.trainable if self.adapter is None else []
+        for weight in weights:
+            weight.register_post_accumulate_grad_hook(self._recorder.add_gradient)
 
     def _partition(self, tp_group: FakeGroup, cp_group: FakeGroup, pipeline: bool) -> None:
         """Apply TP, CP and PP in the order of training, in which the last wrapper of a block is the outermost."""
         plan = build_parallel_plan(self.family, self.denoiser)
         self.chain = plan.block_sequence
         if tp_group.size > 1:
-            TensorParallel(0, tp_group.size, tp_group.all_reduce).shard_layers(self.denoiser, plan.tensor_parallel)
+            weights = TensorParallelWeights(None, META) if self.adapter is None else None
+            sharding = TensorParallel(0, tp_group.size, tp_group.all_reduce, weights)
+            sharding.shard_layers(self.denoiser, plan.tensor_parallel)
         context = _MetaContextParallel(cp_group, self._dtype) if cp_group.size > 1 else None
         if context is not None:
             context.wrap_blocks(self.denoiser, plan)

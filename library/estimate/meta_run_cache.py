@@ -9,8 +9,8 @@ from ..config.schema_data import CacheConfig
 from ..config.schema_distributed import DeepSpeedConfig, ParallelConfig, ShardingConfig
 from ..models.detect import DetectedModel
 from ..models.families import FAMILIES
-from .memory_estimate import estimate_optimizer_state
 from .meta_run import LargestBatch, MetaRun, disable_logging
+from .optimizer_memory import OptimizerMemory, measure_optimizer
 from .parallel_layouts import ParallelLayout
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,9 @@ class MetaRuns:
     model: DetectedModel
     batch: LargestBatch
     _runs: dict[tuple[str, Partition], MetaRun] = field(default_factory=dict)
-    _optimizer_state: int = 0
+    is_on_gpu: bool = True
+    """Whether the run is on a GPU, where an optimizer's step allocates more than on a CPU."""
+    _optimizers: dict[Any, OptimizerMemory] = field(default_factory=dict)
 
     def get(self, layout: ParallelLayout, note: str = "") -> MetaRun:
         """Return the run of a layout; ``note`` is added to the line of the log where it has to be run."""
@@ -44,12 +46,22 @@ class MetaRuns:
                 self._runs[key] = MetaRun(layout.config, self.model, self.batch, *partition, same_settings)
         return self._runs[key].replace_cache_settings(layout.config)
 
-    def measure_optimizer_state(self, layout: ParallelLayout, run: MetaRun) -> int:
-        """Return the bytes of optimizer state of all trainable parameters, which are measured once."""
-        if not self._optimizer_state:
+    def measure_optimizer(self, layout: ParallelLayout, run: MetaRun) -> OptimizerMemory:
+        """Return what the optimizer needs for all trainable parameters, which is measured once.
+
+        Layouts that partition trained weights take their share of it.
+        """
+        config = layout.config
+        optim = config.optim.optimizer_type, config.optim.optimizer_args
+        is_rounded = config.adapter.is_full and config.distributed.full_bf16 and config.full.stochastic_rounding
+        key = *optim, config.distributed.full_bf16, is_rounded, run.trainable_elements
+        if key not in self._optimizers:
             with disable_logging():
-                self._optimizer_state = estimate_optimizer_state(layout.config.optim, run.build_param_groups())
-        return self._optimizer_state
+                groups = run.build_param_groups()
+                self._optimizers[key] = measure_optimizer(
+                    config.optim, groups, is_on_gpu=self.is_on_gpu, is_rounded=is_rounded
+                )
+        return self._optimizers[key]
 
     def remove(self, layout: ParallelLayout) -> None:
         """Forget the run of a layout, whose modules are about to be changed."""
@@ -58,6 +70,11 @@ class MetaRuns:
     def _get_key(self, layout: ParallelLayout) -> tuple[str, Partition]:
         config = layout.config
         step_config = replace(config, cache=_get_step_cache(config.cache, config.adapter), **_NO_LAYOUT)
+        if config.adapter.is_full:  # what updates the weights does not change the step
+            optim = replace(config.optim, optimizer_type="", optimizer_args=())
+            step_config = replace(
+                step_config, optim=optim, full=replace(config.full, fused_backward_pass=False, stochastic_rounding=True)
+            )
         return repr(step_config), get_partition(layout, self.model)
 
 

@@ -12,6 +12,7 @@ from ..config.options import build_config, flatten_config
 from ..config.schema_distributed import ParallelConfig
 from ..config.types import DeviceMap
 from ..config.validate import validate_config
+from ..config.validate_full import validate_fused_launch
 from ..distributed.deepspeed_settings import DeepSpeedSettings, resolve_deepspeed
 from ..distributed.devices import HOST
 from ..distributed.fsdp_settings import FSDPSettings, resolve_fsdp
@@ -58,8 +59,13 @@ class ParallelLayout:
 
 
 def format_flags(options: Mapping[str, Any]) -> str:
-    items = options.items()
-    return " ".join(f"--{name}" if value is True else f"--{name} {quote(str(value))}" for name, value in items)
+    return " ".join(f"--{name}{_format_value(value)}" for name, value in options.items())
+
+
+def _format_value(value: Any) -> str:
+    """Format the words after a flag: none for a switch, several for a list."""
+    words = value if isinstance(value, tuple) else () if value is True else (value,)
+    return "".join(f" {quote(str(word))}" for word in words)
 
 
 @dataclass(frozen=True)
@@ -133,8 +139,16 @@ class LayoutFinder:
         has_whole_model = is_replicated and layout.dims.cp == layout.dims.model_parallel_size
         can_quantize = layout.zero is None or layout.zero.stage < 3
         yield from validate_quantize_offload(layout.config.model, layout.config.train, has_whole_model, can_quantize)
-        if layout.zero is not None:
-            yield from validate_elementwise_optimizer(layout.config.optim, DeepSpeedStrategy.optimizer_sharding_engine)
+        engine = DeepSpeedStrategy.optimizer_sharding_engine if layout.zero is not None else ""
+        if layout.config.adapter.is_full and not engine:
+            sizes = {"FSDP": layout.sharding is not None, "a pipeline": layout.dims.pp > 1}
+            sizes["tensor parallelism"] = layout.dims.tp > 1
+            engine = next((name for name, is_used in sizes.items() if is_used), "")
+        if engine:
+            yield from validate_elementwise_optimizer(layout.config.optim, engine)
+        if layout.config.full.fused_backward_pass:
+            size, precision = layout.world_size, layout.config.distributed.mixed_precision or "no"
+            yield from validate_fused_launch(layout.config, size, "", precision)
 
     def _build_layout(self, name: str, options: Mapping[str, Any]) -> ParallelLayout:
         defaults = dict.fromkeys(LAYOUT_OPTIONS) | dict.fromkeys(SIZE_OPTIONS, 1)

@@ -92,8 +92,10 @@ def _count_fetches(layout: ParallelLayout, run: MetaRun, passes: int) -> float:
 
 
 def _count_gathered_bytes(layout: ParallelLayout, run: MetaRun, passes: int) -> float:
-    """Count the bytes of frozen weights that a device receives in a micro-batch, from others and from host memory."""
+    """Count the bytes of sharded weights that a device receives in a micro-batch, from others and from host memory."""
     frozen_bytes, ranks = run.stored_share * run.sharded_bytes, layout.world_size
+    if run.adapter is None:  # weights that are trained are sharded as well
+        frozen_bytes += run.trainable_bytes
     if (sharding := layout.sharding) is not None:
         passes = passes if sharding.reshard_after_forward else 1
         return passes * frozen_bytes * (sharding.dp_shard - 1 + sharding.offload_params) / sharding.dp_shard
@@ -106,6 +108,8 @@ def _count_synchronized_bytes(layout: ParallelLayout, run: MetaRun) -> float:
     """Count the bytes of gradients and adapter weights that a device sends in an optimizer step."""
     trainable_bytes = run.trainable_bytes
     sent = count_all_reduce_bytes(trainable_bytes, layout.world_size)
+    if run.adapter is None and (layout.sharding is not None or (layout.zero is not None and layout.zero.stage == 3)):
+        sent /= 2  # a reduce-scatter
     if layout.zero is not None and layout.zero.offload_optimizer_device:
         sent += 2 * trainable_bytes / layout.world_size
     return sent

@@ -4,7 +4,7 @@ import importlib
 import json
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -163,8 +163,13 @@ def _report_stored_formats(model: DetectedModel, dtype: torch.dtype, quantize_ba
         logger.warning("its weights are stored in %s; quantize_base %s rounds them again", formats, quantize_base)
 
 
-def load_pipeline_on_meta(family: "Family", model: DetectedModel, dtype: torch.dtype) -> Any:
-    """Build the whole pipeline on the meta device: shapes and dtypes without weights."""
+def load_pipeline_on_meta(
+    family: "Family", model: DetectedModel, dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
+) -> Any:
+    """Build the whole pipeline on the meta device: shapes and dtypes without weights.
+
+    ``dtypes`` are those of components that have another one than ``dtype``.
+    """
     read = get_config_reader(model)
     index = read_required(read, "model_index.json")
     loaded: dict[str, Any] = {"scheduler": _load_scheduler(model, read, index)}
@@ -187,7 +192,7 @@ def load_pipeline_on_meta(family: "Family", model: DetectedModel, dtype: torch.d
             component = build_empty_model(component_class, read_required(read, f"{name}/config.json"))
         if name == family.facts.denoiser_name:
             prepare_denoiser(family, component)
-        loaded_dtype = torch.float32 if name in family.facts.image_encoders else dtype
+        loaded_dtype = torch.float32 if name in family.facts.image_encoders else (dtypes or {}).get(name, dtype)
         for parameter in component.parameters():
             parameter.data = parameter.data.to(loaded_dtype)
         cast_persistent_buffers(component, loaded_dtype)

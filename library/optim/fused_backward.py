@@ -9,13 +9,15 @@ A weight is updated when no other gradient of this backward needs it any more: a
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from .stochastic_rounding import StochasticRounding
 
 MAX_COLLECTED_BYTES = 64 * 2**20
 COLLECTED_SHARE = 1 / 32
@@ -28,28 +30,40 @@ class PartialStep:
     Counters and sums that an optimizer keeps in its groups change once per step, however many parts it has.
     """
 
-    def __init__(self, optimizer: Optimizer):
-        self._optimizer = optimizer
+    def __init__(self, optimizer: Optimizer, rounding: StochasticRounding | None = None, *, is_divisible: bool = True):
+        """``rounding`` rounds bf16 weights, of which few are held in float32 at once if the step is divisible."""
+        self._optimizer, self._rounding, self._is_divisible = optimizer, rounding, is_divisible
         self._group_of = {
             weight: index for index, group in enumerate(optimizer.param_groups) for weight in group["params"]
         }
         self._before: list[dict[str, Any]] = []
         self._after: dict[int, dict[str, Any]] = {}
 
-    def start(self) -> None:
-        """Remember the values of the groups, from which each part of the step starts."""
+    def start(self, step: int) -> None:
+        """Remember the values of the groups, from which each part of the step of this number starts."""
+        if self._rounding is not None:
+            self._rounding.start_step(step)
         groups = self._optimizer.param_groups
         self._before = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         self._after = {}
 
     def update(self, weights: Sequence[Tensor]) -> None:
         """Update these weights, which have gradients."""
+        if self._rounding is None:
+            self._update(weights, {})
+            return
+        for part in self._rounding.split(weights) if self._is_divisible else [weights]:
+            with self._rounding.hold_in_float32(part) as copies:
+                self._update(part, copies)
+
+    def _update(self, weights: Sequence[Tensor], copies: Mapping[Tensor, nn.Parameter]) -> None:
+        """Update these weights, or the copies of those that have one."""
         groups = self._optimizer.param_groups
         parts = dict[int, dict[str, Any]]()
         for weight in weights:
             index = self._group_of[weight]
             part = parts.setdefault(index, {"params": [], **copy.deepcopy(self._before[index])})
-            part["params"].append(weight)
+            part["params"].append(copies.get(weight, weight))
         try:
             self._optimizer.param_groups = list(parts.values())
             self._optimizer.step()
@@ -71,9 +85,9 @@ class FusedBackward:
     largest magnitude is kept.
     """
 
-    def __init__(self, optimizer: Optimizer, max_grad_norm: float):
+    def __init__(self, optimizer: Optimizer, max_grad_norm: float, rounding: StochasticRounding | None = None):
         """``max_grad_norm`` limits the norm of each gradient on its own; 0: no clipping."""
-        self._partial_step, self._max_grad_norm = PartialStep(optimizer), max_grad_norm
+        self._partial_step, self._max_grad_norm = PartialStep(optimizer, rounding), max_grad_norm
         self._weights = weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         self._max_bytes = min(MAX_COLLECTED_BYTES, COLLECTED_SHARE * sum(weight.nbytes for weight in weights))
         self._action = self._discard
@@ -89,9 +103,9 @@ class FusedBackward:
         for weight in weights:
             weight.register_post_accumulate_grad_hook(self._handle_gradient)
 
-    def start_step(self) -> None:
-        """Begin a step; call it before its first backward."""
-        self._partial_step.start()
+    def start_step(self, step: int) -> None:
+        """Begin the step of this number; call it before its first backward."""
+        self._partial_step.start(step)
         self._collected, self._num_collected_bytes = [], 0
         self._norms, self._is_finite, self.num_updated, self.is_updating = [], True, 0, False
 

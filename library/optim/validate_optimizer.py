@@ -85,6 +85,14 @@ def validate_elementwise_optimizer(config: OptimConfig, engine: str) -> Iterator
     )
 
 
+def is_divisible(config: OptimConfig) -> bool:
+    """Whether an optimizer updates each weight on its own, so that a step may take some weights after the others."""
+    info = resolve_optimizer(config.optimizer_type)
+    if info.is_lr_free:
+        return False
+    return info.import_path.startswith("bitsandbytes.") or not _find_dependence_on_other_weights(config)
+
+
 def validate_fused_optimizer(config: OptimConfig) -> Iterator[Problem]:
     """The fused backward pass updates some weights before the gradients of the others are known.
 
@@ -136,7 +144,7 @@ def _take_trial_steps(
             continue
         gradients = [weight.grad for weight in weights]
         optimizer.zero_grad()
-        partial_step.start()
+        partial_step.start(step)
         for weight, gradient in reversed(list(zip(weights, gradients, strict=True))):
             weight.grad = gradient
             partial_step.update([weight])

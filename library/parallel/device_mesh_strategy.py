@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..adapters.token_layout import ShardedTokens
@@ -23,6 +24,7 @@ from .gradient_accumulation import TrainingTask
 from .gradient_clipping import clip_sharded_grad_norm
 from .gradient_sync import all_reduce_gradients
 from .parallel_plan import ParallelPlan
+from .pipeline_weights import PipelineWeights
 from .sharded_weights import GatherWeight, replace_optimizer_parameters, sum_over_group
 from .strategy import Strategy, StrategySettings
 from .tensor_parallel import TensorParallel
@@ -51,13 +53,19 @@ class DeviceMeshStrategy(Strategy):
             self.base_load_device = HOST  # no device has to hold the full model
         sizes = {"dp": dims.dp, "pp": dims.pp, "cp": dims.cp, "tp": dims.tp}
         self.mesh: DeviceMesh = init_device_mesh(self.device.type, (*sizes.values(),), mesh_dim_names=(*sizes,))
-        self.tensor_parallel = self._sharded = None
+        self.tensor_parallel: TensorParallel | None = None
+        self._sharded: TensorParallelWeights | PipelineWeights | None = None
+        """The trained weights of which this rank has a part, or which another rank has."""
         if dims.tp > 1:
             tp_group = self.mesh.get_group("tp")
+            sharded: TensorParallelWeights | None = None
             if self.trains_base:
                 self.optimizer_sharding_engine = "tensor parallelism"
-                self._sharded = TensorParallelWeights(tp_group, self.device)
-            self.tensor_parallel = TensorParallel.from_group(tp_group, self._sharded)
+                self._sharded = sharded = TensorParallelWeights(tp_group, self.device)
+            self.tensor_parallel = TensorParallel.from_group(tp_group, sharded)
+        names = ("dp", "cp") if self._sharded is not None and dims.cp > 1 else ("dp",)
+        self._replica_group = (self.mesh[names]._flatten() if len(names) > 1 else self.mesh[names]).get_group()
+        """The ranks that have the same part of what tensor parallelism shards."""
         self._compilation: Compilation | None = None
         self.context_parallel = None
         if dims.cp > 1:
@@ -139,7 +147,7 @@ class DeviceMeshStrategy(Strategy):
             partial,
             include_missing=include_missing,
             sharded=sharded,
-            replica_group=self.mesh.get_group("dp"),
+            replica_group=self._replica_group,
         )
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
@@ -149,15 +157,18 @@ class DeviceMeshStrategy(Strategy):
 
     @property
     def shard_rank(self) -> int:
-        return super().shard_rank if self._sharded is None else self._sharded.group.rank()
+        rank = super().shard_rank
+        return rank if self._sharded is None else rank * self._sharded.group.size() + self._sharded.group.rank()
 
     def sum_over_shards(self, values: Tensor) -> Tensor:
-        if self._sharded is None:
-            return super().sum_over_shards(values)
-        return sum_over_group(values, self.device, self._sharded.group)
+        total = super().sum_over_shards(values)
+        return total if self._sharded is None else sum_over_group(total, self.device, self._sharded.group)
 
     def count_copies(self, weight: nn.Parameter) -> int:
-        return 1 if self._sharded is None or weight in self._sharded else self.dims.tp
+        return 1 if self._sharded is None or weight in self._sharded else self._sharded.group.size()
+
+    def list_positions(self, weight: Tensor) -> Tensor:
+        return super().list_positions(weight) if self._sharded is None else self._sharded.list_positions(weight)
 
     def get_stand_in(self, weight: Tensor) -> Tensor:
         return super().get_stand_in(weight) if self._sharded is None else self._sharded.get_stand_in(weight)
@@ -169,7 +180,7 @@ class DeviceMeshStrategy(Strategy):
         return lambda: sharded.gather(weight, weight)
 
     def gather_state(self, weight: nn.Parameter, values: Tensor) -> Tensor:
-        if self._sharded is None or weight not in self._sharded:
+        if self._sharded is None or not (weight in self._sharded or isinstance(values, DTensor)):
             return values
         whole = self._sharded.gather(weight, values)
         return whole.to(HOST) if self.comm.is_main else values

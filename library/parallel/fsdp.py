@@ -29,6 +29,7 @@ from ..registry import copy_class_name
 from .device_mesh_strategy import DeviceMeshStrategy
 from .gradient_accumulation import TrainingTask
 from .gradient_clipping import clip_sharded_grad_norm
+from .gradient_sync import all_reduce_replicated
 from .parallel_plan import ParallelPlan
 from .strategy import StrategySettings
 from .validate_engines import raise_problems, validate_fsdp_classes
@@ -73,8 +74,12 @@ class FSDPStrategy(DeviceMeshStrategy):
 
     def _partition_model(self, model: nn.Module, plan: ParallelPlan) -> None:
         raise_problems(validate_fsdp_classes(model, self.settings.block_classes))
+        before = dict(model.named_parameters())
         for child in model.children():
             self.shard_module(child)
+        if self.tensor_parallel is not None:
+            after = dict(model.named_parameters())
+            self.tensor_parallel.replace_parameters({before[name]: after[name] for name in before})
 
     def shard_module(self, module: nn.Module) -> None:
         """Shard the parameters of each block of a module, then those of the module itself; adapters are ignored."""
@@ -97,7 +102,7 @@ class FSDPStrategy(DeviceMeshStrategy):
         for sharded in _list_sharded_modules(module) if self.trains_base else ():
             if self.device.type == "cpu":  # gloo has no averages: FSDP then divides after the sum
                 sharded.set_force_sum_reduction_for_comms(True)
-            if self.dims.cp > 1:
+            if self.dims.model_parallel_size > 1:
                 sharded.set_gradient_divide_factor(float(self.comm.world_size * self.dims.cp))
 
     def compute_gradients(
@@ -112,17 +117,27 @@ class FSDPStrategy(DeviceMeshStrategy):
             context: AbstractContextManager[Any] = self.accelerator.accumulate(self.model)
             return context
 
-        accumulate = self.gradient_accumulation.accumulate_in_shards
-        return self._all_reduce_loss(accumulate(start_micro_batch, task, batches, num_samples, step))
+        loss = self.gradient_accumulation.accumulate_in_shards(start_micro_batch, task, batches, num_samples, step)
+        self._all_reduce_gradients(1)
+        return self._all_reduce_loss(loss)
 
     def _all_reduce_gradients(self, divisor: int) -> None:
-        if not self.trains_base:  # else FSDP has reduced them in the backward pass
+        if not self.trains_base:
             super()._all_reduce_gradients(divisor)
+        elif self.tensor_parallel is not None and self._sharded is not None:
+            # FSDP has reduced them in the backward pass, among the ranks with the same part of the sharded layers.
+            whole = [each for each in self.model.parameters() if each.requires_grad and each not in self._sharded]
+            all_reduce_replicated(whole, self.tensor_parallel.partial_grad_parameters, self._sharded.group, self.device)
+
+    @property
+    def writes_shards(self) -> bool:
+        """Parts of rows and columns are gathered, so that any other strategy can read them."""
+        return self.trains_base and self._sharded is None
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
         if not self.trains_base:
             return super().clip_grad_norm(parameters, max_norm)
-        return clip_sharded_grad_norm(self.accelerator, parameters, max_norm, self.sum_over_shards)
+        return clip_sharded_grad_norm(self.accelerator, parameters, max_norm, self.sum_over_shards, self.count_copies)
 
     @contextmanager
     def evaluate(self) -> Iterator[None]:

@@ -113,7 +113,7 @@ class GradientAccumulation:
         """``start_micro_batch`` gets whether it is the last, and returns the context of its forward and backward."""
         losses = []
         if self._fused_backward is not None:
-            self._fused_backward.start_step()
+            self._fused_backward.start_step(step)
         for index, batch in enumerate(batches, start=1):
             is_last = index == len(batches)
             with start_micro_batch(is_last):

@@ -17,7 +17,8 @@ average them instead,
 | tensor parallel,        | those of sharded weights over the ranks  | as DDP             | accumulation steps (a) |
 | --train full            | with the same shard, others over all     |                    | x world size           |
 | FSDP, --train full      | reduce-scatter in backward of every      | as DDP             | accumulation steps (a) |
-|                         | micro-batch; HSDP: all-reduce in the last|                    | x world size (FSDP)    |
+|                         | micro-batch; HSDP: all-reduce in the last|                    | x world size x cp      |
+|                         | x TP: then those of whole weights, flat  |                    | (FSDP), others also tp |
 | pipeline                | flat, over all ranks, after the schedule | 1                  | cp (*)                 |
 | DeepSpeed               | in backward, by DeepSpeed                | world size         | world size (DeepSpeed) |
 | gradient probe, warm-up | none with DDP and DeepSpeed; FSDP's and  | 1 (0 before the    | dp x cp (*)            |
@@ -31,7 +32,7 @@ cp ranks, hence the factor cp (``ulysses``).
 """
 
 from collections.abc import Callable, Container, Iterable
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..distributed.parallel_dims import ParallelDims
 from ..distributed.step_phases import record_phase
+from .sharded_weights import get_local_shard
 
 MAX_FLAT_ELEMENTS = 2**27
 """Elements of gradients that are copied into one tensor for an all-reduce."""
@@ -107,6 +109,29 @@ def all_reduce_gradients(
             for members in group_by_size(each):
                 gradients = FlatGradients(members, include_missing=include_missing)
                 gradients.all_reduce_mean(divisor * dims.cp, group)
+
+
+@torch.no_grad()
+def all_reduce_replicated(
+    parameters: Iterable[nn.Parameter],
+    partial_grad_parameters: Container[nn.Parameter],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> None:
+    """All-reduce the gradients, which FSDP shards, of weights that every tensor-parallel rank has: means and sums.
+
+    Those of ``partial_grad_parameters`` are summed; others are equal but for the rounding of a device's atomic sums.
+    """
+    for members in group_by_size(each for each in parameters if each.grad is not None):
+        gradients = [get_local_shard(cast(Tensor, each.grad)) for each in members]
+        for parameter, gradient in zip(members, gradients, strict=True):
+            if parameter not in partial_grad_parameters:
+                gradient /= group.size()
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).to(device)
+        dist.all_reduce(flat, group=group)
+        parts = torch.split(flat, [gradient.numel() for gradient in gradients])
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
 
 
 def group_by_size(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:

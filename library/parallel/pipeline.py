@@ -27,6 +27,7 @@ from .device_mesh_strategy import DeviceMeshStrategy
 from .gradient_accumulation import TrainingTask
 from .parallel_plan import Activations, BlockSequence, ParallelPlan
 from .pipeline_stages import StageBoundary, StageRunner, broadcast_stage_output, partition_blocks
+from .pipeline_weights import PipelineWeights, fill_missing_gradients
 from .strategy import StrategySettings
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,10 @@ class PipelineStrategy(DeviceMeshStrategy):
         super().__init__(comm, settings)
         self.schedule = settings.pp_schedule
         self.stage_group = self.mesh.get_group("pp")
+        if self.trains_base:
+            self.optimizer_sharding_engine = "a pipeline"
+            ranks = self.dims.get_pipeline_ranks(comm.rank)
+            self._sharded = PipelineWeights(self.stage_group, ranks, self.pipeline_stage, self.device)
 
     def _partition_model(self, model: nn.Module, plan: ParallelPlan) -> None:
         denoiser, sequence = plan.denoiser or model, plan.block_sequence
@@ -70,6 +75,8 @@ class PipelineStrategy(DeviceMeshStrategy):
     def _drop_remote_weights(self, block_sequence: BlockSequence) -> None:
         """Move the frozen weights of other stages' blocks to the meta device."""
         for index, block in enumerate(block_sequence.blocks):
+            if isinstance(self._sharded, PipelineWeights):
+                self._sharded.add_block(block, self._find_owner(index))
             if index not in self._local_blocks:
                 for module in block.modules():
                     for name, weight in list(module.named_parameters(recurse=False)):
@@ -80,6 +87,17 @@ class PipelineStrategy(DeviceMeshStrategy):
         ranges = " and ".join(f"{bounds[stage] + 1} to {bounds[stage + 1]}" for stage in self.local_stages)
         rank = f"rank {self.pipeline_stage + 1} of {self.dims.pp}"
         logger.info("pipeline: %s has blocks %s of %d (%.1f MiB)", rank, ranges, len(blocks), mib)
+
+    def _find_owner(self, index: int) -> int:
+        """Find the rank in the pipeline that has a block."""
+        stage = next(stage for stage, end in enumerate(self.stage_bounds[1:]) if index < end)
+        return stage % self.dims.pp
+
+    def _all_reduce_gradients(self, divisor: int) -> None:
+        if self.trains_base:
+            trained = [each for each in self.model.parameters() if each.requires_grad]
+            fill_missing_gradients(trained, self.stage_group, self.device)
+        super()._all_reduce_gradients(divisor)
 
     def use_full_forward(self) -> None:
         """Make each forward of the model run all stages in turn, with the output of each broadcast to all."""

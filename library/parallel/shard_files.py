@@ -128,7 +128,7 @@ def load_shards(
         _load(folder, targets, no_dist=True)
         return targets
 
-    if strategy.shard_group is None:
+    if not strategy.writes_shards:
         return strategy.comm.load_on_main_and_broadcast(read_whole_tensors)
     targets, others = dict[str, Tensor](), dict[str, Tensor]()
     for name, (dtype, shape) in listed.items():

@@ -31,6 +31,31 @@ def get_local_shard(tensor: Tensor) -> Tensor:
     return local.detach()
 
 
+def present_shard_like(local: Tensor, weight: Tensor) -> Tensor:
+    """Present a tensor of the size of this rank's part of a weight as the weight is."""
+    if not isinstance(weight, DTensor):
+        return local
+    return DTensor.from_local(
+        local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )
+
+
+def list_shard_positions(tensor: Tensor, positions: Tensor | None = None) -> Tensor:
+    """List the places of this rank's elements in the whole tensor, flat, as int32.
+
+    ``positions`` are those of the tensor itself, if it is a part of another one, in its shape.
+    """
+    local = get_local_shard(tensor)
+    if positions is None:
+        positions = torch.arange(tensor.numel(), dtype=torch.int32, device=local.device).view(tensor.shape)
+    if isinstance(tensor, DTensor):
+        dim = next(index for index, placement in enumerate(tensor.placements) if placement.is_shard(0))
+        rows = -(-tensor.shape[0] // tensor.device_mesh.size(dim))  # as torch.chunk has them
+        first = min(rows * tensor.device_mesh.get_local_rank(dim), tensor.shape[0])
+        positions = positions[first : first + local.shape[0]]
+    return positions.reshape(-1)
+
+
 def sum_over_group(values: Tensor, device: torch.device, group: dist.ProcessGroup) -> Tensor:
     """Sum what each rank of a group computed of its part of the weights."""
     total = values.to(device, copy=True)

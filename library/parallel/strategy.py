@@ -24,14 +24,14 @@ from ..distributed.fsdp_settings import FSDPSettings
 from ..distributed.parallel_dims import ParallelDims
 from ..distributed.step_phases import OutOfMemory
 from ..distributed.straggler import Straggler, StragglerMonitor, find_straggler
-from ..optim.fused_backward import FusedBackward
+from ..optim.fused_backward import FusedBackward, PartialStep
 from .async_copy import AsyncScalarQueue
 from .cuda_graphs import StepGraphs
 from .gradient_accumulation import GradientAccumulation, TrainingTask
 from .gradient_clipping import clip_grad_norm
 from .gradient_sync import all_reduce_loss, scale_loss
 from .parallel_plan import ParallelPlan
-from .sharded_weights import GatherWeight, gather_shards, sum_over_group
+from .sharded_weights import GatherWeight, gather_shards, list_shard_positions, sum_over_group
 
 if TYPE_CHECKING:
     from .compile import Compilation, CompileDynamic
@@ -105,6 +105,8 @@ class Strategy(ABC):
         self.uses_cuda_graphs, self.trains_base = settings.uses_cuda_graphs, settings.trains_base
         self.fused_backward: FusedBackward | None = None
         """What updates the weights within the backward pass, if asked for (``fused_backward_pass``)."""
+        self.partial_step: PartialStep | None = None
+        """What updates the weights, some at a time, where they are rounded stochastically."""
         self.step_graphs: StepGraphs | None = None
         """The CUDA graphs of micro-batches, if there are any."""
         self._is_stop_requested = settings.is_stop_requested
@@ -242,6 +244,11 @@ class Strategy(ABC):
         return find_straggler(self.comm.all_gather_tensor(times).tolist())
 
     @property
+    def writes_shards(self) -> bool:
+        """Whether checkpoints have the parts of each rank, and not whole weights that the main rank gathers."""
+        return self.shard_group is not None
+
+    @property
     def shard_rank(self) -> int:
         """The number of this rank's part of the trained weights; ranks with the same part hold equal bits."""
         return 0 if self.shard_group is None else self.shard_group.rank()
@@ -261,6 +268,22 @@ class Strategy(ABC):
         if self.fused_backward is not None:  # which has clipped them
             return self.fused_backward.compute_grad_norm()
         return clip_grad_norm(self.accelerator, parameters, max_norm, self.device)
+
+    def update_weights(self, step: int) -> None:
+        """Let the optimizer take its step of this number, unless the backward pass has done so."""
+        if self.fused_backward is not None:
+            return
+        if self.partial_step is None:
+            self.optimizer.step()
+            return
+        groups = self.optimizer.param_groups
+        self.partial_step.start(step)
+        self.partial_step.update([each for group in groups for each in group["params"] if each.grad is not None])
+        self.partial_step.finish()
+
+    def list_positions(self, weight: Tensor) -> Tensor:
+        """List the places in the whole weight, flat, of the elements that this rank holds, as int32."""
+        return list_shard_positions(weight)
 
     def discard_gradients(self) -> None:
         """End a step without an update: with fp16, gradients are unscaled once between two updates of the scale."""

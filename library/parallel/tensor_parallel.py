@@ -11,7 +11,7 @@ Shards are plain tensors and not DTensors, on which most optimizers fail.  diffu
 refuses models with adapters.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -60,6 +60,12 @@ class TensorParallel:
                 self.partial_grad_parameters |= trained
         if self.weights is not None:
             self.partial_grad_parameters |= set(iter_head_norms(model, plan))
+
+    def replace_parameters(self, parameters: Mapping[Tensor, nn.Parameter]) -> None:
+        """Take over what is known of parameters for those that FSDP put in their place."""
+        self.partial_grad_parameters = {parameters.get(each, each) for each in self.partial_grad_parameters}
+        if self.weights is not None:
+            self.weights.replace(parameters)
 
     @contextmanager
     def bypass(self) -> Iterator[None]:

@@ -5,15 +5,17 @@ needs whole weights, one at a time.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from .parallel_plan import TensorParallelPlan
 from .quantize import Ranges, take_ranges
+from .sharded_weights import gather_shards, get_local_shard, list_shard_positions
 
 HEAD_NORM_PATTERN = re.compile(r"\.(norm_(added_)?[qk]|(added_)?[qk]_norm)\.")
 """Norms of the heads of an attention layer: their weights are whole on each rank, which applies them to its heads."""
@@ -44,19 +46,36 @@ class WeightLayout:
 class TensorParallelWeights:
     """The layouts of the sharded weights of a model."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device):
-        self.group, self._device = group, device
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device):
+        """``group`` gathers weights; without one they are only taken apart."""
+        self._group, self._device = group, device
         self._layouts = dict[Tensor, WeightLayout]()
         self._stand_ins = dict[Tensor, Tensor]()
         self._weights = dict[Tensor, Tensor]()
         """The weights by their stand-ins."""
 
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The tensor-parallel ranks."""
+        assert self._group is not None
+        return self._group
+
     def add(self, weight: nn.Parameter, layout: WeightLayout) -> None:
         """Remember the layout of a weight."""
         self._layouts[weight] = layout
 
+    def replace(self, parameters: Mapping[Tensor, Tensor]) -> None:
+        """Take over the layouts for the parameters that FSDP put in the place of others."""
+        self._layouts = {parameters.get(weight, weight): layout for weight, layout in self._layouts.items()}
+
     def __contains__(self, weight: object) -> bool:
         return weight in self._layouts
+
+    def list_positions(self, weight: Tensor) -> Tensor:
+        """List the places of this rank's elements in a whole weight, flat, as int32; FSDP may shard its part again."""
+        layout = self._layouts.get(weight)
+        device = get_local_shard(weight).device
+        return list_shard_positions(weight, None if layout is None else list_part_positions(layout, device))
 
     def get_stand_in(self, weight: Tensor) -> Tensor:
         """Return a meta tensor of the shape of a sharded weight; another weight is returned as it is."""
@@ -73,7 +92,9 @@ class TensorParallelWeights:
 
     @torch.no_grad()
     def gather(self, weight: Tensor, values: Tensor) -> Tensor:
-        """Gather values of the shape of this rank's part of ``weight``; a collective of the group."""
+        """Gather values of the shape of this rank's part of ``weight``, which FSDP may shard; a collective."""
+        if isinstance(values, DTensor):
+            values = gather_shards(values)
         layout = self._layouts.get(weight)
         if layout is None or values.shape != weight.shape:
             return values
@@ -87,6 +108,12 @@ class TensorParallelWeights:
         if layout is None or whole.shape not in (layout.shape, (layout.shape.numel(),)):
             return whole
         return layout.take(whole.reshape(layout.shape))
+
+
+def list_part_positions(layout: WeightLayout, device: torch.device) -> Tensor:
+    """List the places of this rank's elements in the whole weight, as int32, in the shape of the part."""
+    places = torch.arange(layout.shape.numel(), dtype=torch.int32, device=device)
+    return layout.take(places.view(layout.shape))
 
 
 def iter_head_norms(model: nn.Module, plan: TensorParallelPlan) -> Iterator[nn.Parameter]:

@@ -32,11 +32,9 @@ def check_plan_arguments(options: "PlanOptions", own: ParsedConfig, training: Pa
             problems.append(Problem("dataset_config", f"{data.dataset_config or 'missing'}: no such file"))
     else:
         problems += find_settings_problems(training)
-    if options.gpu_memory is not None and training.config.adapter.changes_base:
-        what = "train full" if training.config.adapter.is_full else "new words"
-        problems.append(
-            Problem("gpu_memory", f"memory is estimated for a LoRA, not for {what}", "remove it", others=("train",))
-        )
+    if options.gpu_memory is not None and training.config.adapter.trains_embedding:
+        text = "memory is estimated for weights, not for new words"
+        problems.append(Problem("gpu_memory", text, "remove it", others=("train",)))
     if options.preview:
         problems += validate_preview_path(Path(options.preview).expanduser(), data)
     if not problems and "world_size" in own.locations and training.config.parallel.model_parallel_size > 1:

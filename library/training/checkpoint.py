@@ -66,7 +66,7 @@ class SaveCheckpoint:
     def save(self, run: TrainingRun, name: str, pending: Sequence[str] = (), is_uploaded: bool = False) -> None:
         """Start writing a checkpoint, and uploading it where that is asked for; a collective."""
         tree = capture_state(run)  # collective with a sharded optimizer state
-        if run.strategy.shard_group is not None:
+        if run.strategy.writes_shards:
             self._start_writing_shards(run, tree, name, pending, is_uploaded)
         elif run.strategy.comm.is_main:
             self._start_writing(run, tree, name, pending, is_uploaded)

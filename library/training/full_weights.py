@@ -35,6 +35,15 @@ MAX_SAMPLED_ELEMENTS = 4096
 """Elements of each weight by which its update norm is estimated, so that no second copy of the model is kept."""
 
 
+def get_trained_dtypes(config: RunConfig, family: Family) -> dict[str, torch.dtype]:
+    """Return the dtype of each component whose weights the optimizer updates; none of a run that trains adapters."""
+    if not config.adapter.is_full:
+        return {}
+    encoders = select_trained_text_encoders(config.adapter, config.optim, family.facts)
+    dtype = torch.bfloat16 if config.distributed.full_bf16 else torch.float32
+    return dict.fromkeys((*family.facts.pipeline.denoisers, *encoders), dtype)
+
+
 def list_trained_names(config: AdapterConfig, family: Family, component: str, model: nn.Module) -> list[str]:
     """List the weights of a component that are trained: not those whose results are unused, nor other modules."""
     if component == family.facts.denoiser_name:

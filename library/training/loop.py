@@ -109,8 +109,7 @@ def _run_step(run: TrainingRun, step_batches: StepBatches, data_wait_seconds: fl
     should_step = run.nan_guard.should_step(run, step_batches, metrics)
     if should_step:
         with record_phase("optimizer"):
-            if run.strategy.fused_backward is None:
-                run.optimizer.step()
+            run.strategy.update_weights(state.step)
             if run.max_norm_regularizer is not None:
                 run.max_norm_regularizer()
                 run.strategy.sync_master_weights()

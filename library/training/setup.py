@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..adapters import injection
+from ..adapters.component_key_names import clean_parameter_name
 from ..adapters.lora_dropout import LoraDropout
 from ..adapters.precision import cast_trainable_parameters, leave_input_casts_to_autocast
 from ..adapters.update_norms import MaxNormRegularizer
@@ -49,15 +50,17 @@ from ..models.trained_components import (
 )
 from ..optim import lr_schedulers, optimizers
 from ..optim.ema import AdapterEMA
-from ..optim.fused_backward import FusedBackward
-from ..optim.validate_optimizer import find_learning_rate_warnings
+from ..optim.fused_backward import FusedBackward, PartialStep
+from ..optim.stochastic_rounding import StochasticRounding, WeightParts
+from ..optim.validate_optimizer import find_learning_rate_warnings, is_divisible
 from ..parallel.activation_checkpointing import enable_activation_checkpointing
 from ..parallel.async_copy import CopyStream
 from ..parallel.cuda_graphs import CudaCapture, StepGraphs
 from ..parallel.frozen_base import is_quantized_or_offloaded, quantize_and_offload_base
 from ..parallel.parallel_plan import build_parallel_plan
+from ..parallel.sharded_weights import get_local_shard, present_shard_like
 from ..parallel.strategy import Strategy
-from .full_weights import build_full_modules, build_full_param_groups, format_full_summary
+from .full_weights import build_full_modules, build_full_param_groups, format_full_summary, get_trained_dtypes
 from .nan_and_oom_handling import BadSamples, NanGuard, OomRecovery
 from .network_weights import InitialWeights, keep_idle_layers, load_network_weights
 from .param_groups import build_param_groups
@@ -108,8 +111,7 @@ def load_training_pipeline(
     trained = {*family.facts.pipeline.denoisers, *encoders}
     dtype = MIXED_PRECISION_DTYPES[strategy.mixed_precision]
     dtypes = dict.fromkeys(needed, dtype)
-    if config.adapter.is_full:  # the weights that the optimizer updates
-        dtypes |= dict.fromkeys(trained, torch.bfloat16 if config.distributed.full_bf16 else torch.float32)
+    dtypes |= get_trained_dtypes(config, family)
     devices = {name: strategy.base_load_device if name in trained else strategy.device for name in needed}
     if is_quantized_or_offloaded(config.model, config.train):  # the full weights might not fit on the device
         devices |= dict.fromkeys(family.facts.pipeline.denoisers, HOST)
@@ -197,14 +199,30 @@ def _build_ema(config: OptimConfig, trainable: Sequence[nn.Parameter], strategy:
 
 def _prepare_steps(config: RunConfig, strategy: Strategy, model: nn.Module, optimizer: Any) -> None:
     """Let the strategy update weights within the backward pass, or capture the micro-batches, if asked for."""
+    rounding = _build_rounding(config, strategy, model, optimizer)
     if config.full.fused_backward_pass:  # accelerate's wrapper steps all weights
-        strategy.fused_backward = FusedBackward(optimizer.optimizer, config.optim.max_grad_norm)
+        strategy.fused_backward = FusedBackward(optimizer.optimizer, config.optim.max_grad_norm, rounding)
         if config.optim.max_grad_norm:
             message = "fused backward pass: max_grad_norm %g limits the norm of each gradient on its own, not of all"
             logger.info(message, config.optim.max_grad_norm)
+    elif rounding is not None:
+        divisible = is_divisible(config.optim)
+        strategy.partial_step = PartialStep(optimizer.optimizer, rounding, is_divisible=divisible)
     if strategy.uses_cuda_graphs:
         autocast, capture = strategy.accelerator.autocast, CudaCapture(strategy.device)
         strategy.step_graphs = StepGraphs(strategy.unwrap_model(model), autocast, capture)
+
+
+def _build_rounding(
+    config: RunConfig, strategy: Strategy, model: nn.Module, optimizer: Any
+) -> StochasticRounding | None:
+    """Build what rounds bf16 weights stochastically; None for others, or if they are to be rounded to nearest."""
+    if not (config.adapter.is_full and config.distributed.full_bf16 and config.full.stochastic_rounding):
+        return None
+    weights = strategy.iter_trained_weights(model)
+    names: dict[torch.Tensor, str] = {weight: clean_parameter_name(name) for name, weight in weights}
+    parts = WeightParts(get_local_shard, present_shard_like, strategy.list_positions)
+    return StochasticRounding(optimizer.optimizer, config.train.seed, names, parts)
 
 
 def _select_trained_weights(

@@ -6,7 +6,7 @@ from itertools import chain
 import pytest
 import torch
 import torch.distributed as dist
-from one_result import BOUNDS, REFERENCE, train_layout, write_even_dataset
+from one_result import BOUNDS, REFERENCE, save_model_with_four_heads, train_layout, write_even_dataset
 from rank_processes import run_on_ranks
 from tiny_pipelines import TINY
 from torch import nn
@@ -67,15 +67,7 @@ def test_context_parallel_trains_the_adapter_of_one_process(model, name, precisi
 
 @pytest.mark.slow
 def test_heads_are_split_by_tensor_and_context_parallel(tmp_path):
-    """Also with dual attention layers, in which the image attends to itself alone."""
-    pipe = FAMILIES.get("sd3")().load("random:sd3:tiny", torch.float32)
-    old = pipe.transformer
-    heads = {"num_attention_heads": 4, "attention_head_dim": old.config.attention_head_dim // 2}
-    torch.manual_seed(5)
-    pipe.transformer = type(old).from_config(
-        {**old.config, **heads, "dual_attention_layers": [0], "qk_norm": "rms_norm"}
-    )
-    pipe.save_pretrained(tmp_path / "model")
+    save_model_with_four_heads(tmp_path / "model")
     data, flags = write_even_dataset(tmp_path), ("--pretrained_model_name_or_path", str(tmp_path / "model"))
     one = train_layout(REFERENCE, "sd3", data, tmp_path, *flags)
     assert max_relative_difference(one, train_layout("TP 2 x CP 2", "sd3", data, tmp_path, *flags)) < BOUNDS["no"]

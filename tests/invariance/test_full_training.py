@@ -185,11 +185,10 @@ def test_weights_are_written_in_shards_with_an_index_and_cast(tmp_path):
     [
         ("--quantize_base fp8", "quantize_base"),
         ("--blocks_to_swap 2", "blocks_to_swap"),
-        ("--tp_size 2 --cp_size 2", "tp_size"),
-        ("--pp_size 2", "pp_size"),
+        ("--pp_size 2 --tp_size 2", "pp_size"),
+        ("--pp_size 2 --mixed_precision fp16", "mixed_precision"),
         ("--device_map balanced", "device_map"),
         ("--fsdp --fsdp_offload_params --mixed_precision fp16", "mixed_precision"),
-        ("--gpu_memory 12GB", "gpu_memory"),
         ("--network_weights pyproject.toml", "network_weights"),
         ("--training_adapter pyproject.toml", "training_adapter"),
         ("--mixed_precision fp8", "mixed_precision"),

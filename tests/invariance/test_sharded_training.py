@@ -10,6 +10,7 @@ import all_options_run
 import pytest
 import torch
 from killed_runs import train_and_kill
+from one_result import save_model_with_four_heads
 from PIL import Image, ImageChops
 from problem_lines import format_lines
 from rank_processes import run_on_ranks
@@ -18,7 +19,6 @@ from safetensors.torch import load_file
 from training_runs import even_dataset, train
 
 from library.config import parse_config
-from library.distributed.parallel_dims import validate_parallel_dims
 from library.distributed.validate_sharding import validate_deepspeed
 from library.distributed.world import World
 from library.models.families import FAMILIES as FAMILIES_BY_NAME
@@ -108,7 +108,10 @@ LAYOUTS = [
     (2, f"{ZERO_3} --offload_optimizer_device cpu --offload_param_device cpu --gradient_checkpointing", ("flux",)),
     (2, "--cp_size 2 --train_batch_size 2", ("flux",)),
     (4, "--tp_size 2 --train_batch_size 2", ("flux",)),
+    (4, "--tp_size 2 --fsdp --train_batch_size 2", FAMILIES),
     (4, "--cp_size 2 --fsdp --train_batch_size 2", ("flux",)),
+    (2, "--pp_size 2 --train_batch_size 1 --gradient_accumulation_steps 4", FAMILIES),
+    (4, "--pp_size 2 --train_batch_size 1 --gradient_accumulation_steps 2 --pp_schedule gpipe", ("flux",)),
 ]
 
 
@@ -126,12 +129,24 @@ def test_sharded_training_gives_the_model_of_one_process(family, ranks, flags, e
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["flux2_klein", "z_image", "lumina2", "sdxl"])
-def test_tensor_parallelism_sums_the_gradients_of_norms_of_heads_wherever_they_are(family, even_dataset, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "ranks", "more"),
+    [
+        *((name, 2, "--train_batch_size 2") for name in ("flux2_klein", "z_image", "lumina2", "sdxl")),
+        ("sd3 with four heads", 4, "--cp_size 2 --train_batch_size 4"),
+    ],
+)
+def test_tensor_parallelism_sums_the_gradients_of_norms_of_heads_wherever_they_are(
+    family, ranks, more, even_dataset, tmp_path
+):
     """FLUX.2 has them beside one fused projection."""
-    flags = ("--pretrained_model_name_or_path", f"random:{family}:tiny", "--max_train_steps", "2")
+    model = f"random:{family}:tiny"
+    if family == "sd3 with four heads":
+        save_model_with_four_heads(tmp_path / "model")
+        model = str(tmp_path / "model")
+    flags = ("--pretrained_model_name_or_path", model, "--max_train_steps", "2")
     whole = train_full(even_dataset, tmp_path / "whole", 1, *flags)
-    sharded = train_full(even_dataset, tmp_path / "sharded", 2, *flags, *"--tp_size 2 --train_batch_size 2".split())
+    sharded = train_full(even_dataset, tmp_path / "sharded", ranks, *flags, "--tp_size", "2", *more.split())
 
     assert max_difference(whole, sharded) < 1e-5
 
@@ -169,17 +184,6 @@ def test_optimizers_that_need_whole_weights_are_refused_by_name_with_the_reason(
         f"--optimizer_type {name}: needs whole tensors{reason}, but FSDP shards them over processes; use AdamW, Adam,"
         " SGD or Lion, or train lora"
     ]
-
-
-@pytest.mark.quick
-def test_tensor_parallelism_with_fsdp_is_refused_for_trained_weights():
-    config = parse_config("--train full --fsdp --tp_size 2".split()).config
-    assert format_lines(validate_parallel_dims(config, World(world_size=4))) == [
-        "--tp_size 2: with FSDP it is not supported with train full; use one of the two"
-    ]
-    launched = World(world_size=4, engines=("FSDP",))
-    assert [*validate_parallel_dims(parse_config("--train full --tp_size 2".split()).config, launched)]
-    assert not [*validate_parallel_dims(parse_config("--fsdp --tp_size 2".split()).config, launched)]
 
 
 @pytest.mark.quick

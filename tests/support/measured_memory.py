@@ -19,9 +19,11 @@ from torch.nn import functional
 from benchmarks.synthetic_run import CAPTION, load_training_options, write_dataset
 from benchmarks.synthetic_run import build_run as build_synthetic_run
 from library.config import RunConfig
+from library.estimate import meta_memory_meter
 from library.estimate.layout_search import LayoutEstimate, estimate_layouts
 from library.estimate.memory_estimate import MemoryEstimate
 from library.estimate.meta_run import LargestBatch
+from library.estimate.meta_run_cache import MetaRuns
 from library.estimate.parallel_layouts import LayoutFinder
 from library.estimate.step_time import Devices
 from library.models.detect import DetectedModel, detect_model
@@ -150,6 +152,47 @@ def measure_state(folder: Path, *flags: str) -> dict[str, int]:
     return byte_counts
 
 
+def measure_full_step(folder: Path, *flags: str) -> int:
+    """Peak bytes of a whole step of full training: weights and optimizer state, activations, gradients, the update."""
+    folder = folder / os.environ.get("RANK", "0")
+    folder.mkdir()
+    with build_run(folder, 2, *flags) as run, use_fused_rms_norm():
+        compute_gradients, zero_grad, byte_counts = run.strategy.compute_gradients, run.optimizer.zero_grad, []
+        profile = torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU])
+
+        def start(*arguments):
+            if run.state.step == 1:
+                byte_counts.append(sum(_measure_parts(run)))
+                profile.start()
+            return compute_gradients(*arguments)
+
+        def stop(*arguments, **options):
+            zero_grad(*arguments, **options)
+            if run.state.step == 1 and byte_counts:
+                profile.stop()
+
+        run.strategy.compute_gradients, run.optimizer.zero_grad = start, stop
+        train(run)
+    return byte_counts[0] + find_peak(profile)
+
+
+def estimate_full_step(world_size: int, *flags: str) -> MemoryEstimate:
+    """Estimate the first layout that the flags allow, on CPUs, whose optimizers take one weight after the other."""
+    config, explicit, model = load_config(*flags)
+    assert config.data.resolution is not None
+    captions = (CAPTION.format(1),) * config.data.train_batch_size
+    batch = LargestBatch((config.data.resolution.width, config.data.resolution.height), captions)
+    layouts, problems = LayoutFinder(config, explicit, model, world_size).find_layouts()
+    assert layouts, problems
+    runs = MetaRuns(model, batch, is_on_gpu=False)
+    float32_on_gpus = meta_memory_meter.FLOAT32_OPS
+    meta_memory_meter.FLOAT32_OPS = {functional.mse_loss, functional.l1_loss}  # autocast leaves norms alone on CPUs
+    try:
+        return estimate_layouts(layouts[:1], model, batch, Devices(world_size, 2**40), runs=runs)[0].memory
+    finally:
+        meta_memory_meter.FLOAT32_OPS = float32_on_gpus
+
+
 def _measure_parts(run: Any) -> tuple[int, int, int, int]:
     model, trainable = run.strategy.unwrap_model(run.model), run.parameters
     frozen = [tensor for tensor in model.parameters() if not tensor.requires_grad]
@@ -181,9 +224,19 @@ if __name__ == "__main__":
     processes = int(more.pop(more.index("--processes") + 1)) if "--processes" in more else 1
     more = [word for word in more if word != "--processes"]
     flags = ["--pretrained_model_name_or_path", model, "--resolution", size, "--train_batch_size", batch, *more]
+    is_full = "full" in more
     with tempfile.TemporaryDirectory() as folder:
-        estimated = estimate_step(processes, *flags)
-        measured = max(run_on_ranks(processes, measure_step, Path(folder), *flags))
+        if is_full:
+            memory = estimate_full_step(processes, *flags)
+            estimated = memory.total - memory.reserved
+            sys.stdout.write(f"{memory}\n")
+        else:
+            estimated = estimate_step(processes, *flags)
+        measure = measure_full_step if is_full else measure_step
+        if processes > 1:
+            measured = max(run_on_ranks(processes, measure, Path(folder), *flags))
+        else:  # ranks are killed after some minutes, and a step of a published size takes longer
+            measured = measure(Path(folder), *flags)
     sys.stdout.write(
         f"{' '.join(sys.argv[1:])}: estimated {estimated / 1e6:.1f} MB, allocated {measured / 1e6:.1f} MB,"
         f" {100 * (estimated / measured - 1):+.1f} %\n"

@@ -94,6 +94,18 @@ def save_deep_model(family: str, path: Path) -> None:
     pipe.save_pretrained(path)
 
 
+def save_model_with_four_heads(path: Path) -> None:
+    """Save the tiny SD3 with four heads and dual attention layers, in which the image attends to itself alone."""
+    pipe = FAMILIES.get("sd3")().load("random:sd3:tiny", torch.float32)
+    old = pipe.transformer
+    heads = {"num_attention_heads": 4, "attention_head_dim": old.config.attention_head_dim // 2}
+    torch.manual_seed(5)
+    pipe.transformer = type(old).from_config(
+        {**old.config, **heads, "dual_attention_layers": [0], "qk_norm": "rms_norm"}
+    )
+    pipe.save_pretrained(path)
+
+
 def train_layout(name: str, model: str, dataset: Path, folder: Path, *flags: str) -> dict[str, torch.Tensor]:
     """Train in this layout and return the adapter."""
     layout = LAYOUTS[name]

@@ -25,11 +25,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from library.config import parse_config
 from library.config.schema_optim import OptimConfig
 from library.estimate.layout_search import estimate_layouts, suggest_savings
-from library.estimate.memory_estimate import count_in_flight, estimate_optimizer_state, split_model
+from library.estimate.memory_estimate import count_in_flight, split_model
 from library.estimate.meta_memory_meter import AutocastEmulation, MemoryMeter, MeterReading, run_backward
-from library.estimate.meta_run import LargestBatch, MetaRun, StepMemory
+from library.estimate.meta_run import LargestBatch, MetaRun
 from library.estimate.meta_run_cache import MetaRuns, get_partition
+from library.estimate.optimizer_memory import measure_optimizer
 from library.estimate.parallel_layouts import LayoutFinder
+from library.estimate.step_memory import StepMemory
 from library.estimate.step_time import Devices
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
@@ -122,8 +124,8 @@ def test_optimizer_state_is_measured_on_one_tensor_of_each_shape(name, arguments
     optimizer.step()
     state = [each for own in optimizer.state.values() for each in own.values() if isinstance(each, torch.Tensor)]
 
-    actual = estimate_optimizer_state(config, [ParamGroup("all", parameters, 0.1)])
-    assert actual == sum(each.nbytes for each in state)
+    actual = measure_optimizer(config, [ParamGroup("all", parameters, 0.1)])
+    assert actual.state == sum(each.nbytes for each in state)
 
 
 @pytest.mark.slow

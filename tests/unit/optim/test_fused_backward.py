@@ -53,7 +53,7 @@ def train_layers(config: OptimConfig, micro_batches: int, *, is_fused: bool) -> 
     fused = FusedBackward(optimizer, 0) if is_fused else None
     for step in range(3):
         if fused is not None:
-            fused.start_step()
+            fused.start_step(0)
         for index in range(micro_batches):
             inputs = torch.linspace(-1, 1 + step, 24 * 8).reshape(24, 8) * (index + 1)
             loss = layers(inputs).square().mean()
@@ -112,7 +112,7 @@ def test_optimizers_that_need_all_gradients_are_refused_by_name_with_the_reason(
 
 
 def run_step(layers: nn.Sequential, fused: FusedBackward, factor: float = 1.0) -> None:
-    fused.start_step()
+    fused.start_step(0)
     width = layers[0].in_features
     loss = layers(torch.linspace(-1, 1, 8 * width).reshape(8, width)).square().sum() * factor
     with fused.run_micro_batch(loss, is_last=True):
@@ -260,7 +260,7 @@ def test_a_weight_that_the_last_micro_batch_does_not_reach_is_updated_as_well():
     layers = build_layers(8, 2)
     before = [weight.detach().clone() for weight in layers.parameters()]
     fused = FusedBackward(torch.optim.SGD(layers.parameters(), lr=0.1), 0)
-    fused.start_step()
+    fused.start_step(0)
     for number, model in enumerate((layers, layers[:1])):
         loss = model(torch.ones(2, 8)).square().mean()
         with fused.run_micro_batch(loss, is_last=number == 1):
@@ -274,12 +274,12 @@ def test_weights_of_a_step_that_stopped_half_way_are_told_as_such():
     layers = build_layers(8, 40)
     fused = FusedBackward(torch.optim.SGD(layers.parameters(), lr=0.1), 0)
     layers[0].weight.register_hook(lambda gradient: gradient * float("nan"))
-    fused.start_step()
+    fused.start_step(0)
     loss = layers(torch.ones(2, 8)).square().mean()
     with fused.run_micro_batch(loss, is_last=True):
         loss.backward()
     assert 0 < fused.num_updated < 80 and fused.is_updating
-    fused.start_step()
+    fused.start_step(0)
     assert not fused.is_updating
 
 

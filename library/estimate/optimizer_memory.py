@@ -1,0 +1,158 @@
+"""Memory of an optimizer: its state, and what a step allocates for a while, measured on one tensor of each shape.
+
+A step on the meta device is enough for most optimizers.  Those that read values take a real one, a shape at a time.
+The state of 8-bit optimizers, whose steps need a GPU, follows from the sizes of the weights.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ..config.schema_optim import OptimConfig
+from ..errors import UserError
+from ..optim.optimizers import ParamGroup, build_optimizer, resolve_optimizer
+from ..optim.stochastic_rounding import MAX_ELEMENTS
+from ..problems import Problem
+from .meta_memory_meter import MemoryMeter
+
+BITSANDBYTES_STATES = {"Adam": 2, "AdamW": 2, "Lion": 1, "SGD": 1}
+"""Moments of each weight, by the start of the optimizer's name."""
+MIN_8BIT_SIZE, QUANTIZATION_BLOCK = 4096, 256
+"""bitsandbytes keeps the state of smaller weights in float32, and has a float32 scale for each block of larger ones."""
+
+
+ROUNDING_BYTES = 24
+"""Bytes for each element of a weight while it is rounded: positions, random bits, and copies of both."""
+
+
+@dataclass(frozen=True)
+class OptimizerMemory:
+    """Bytes that an optimizer needs for all trained weights of a run."""
+
+    state: int
+    temporaries: int = 0
+    """The most that a step over all weights allocates."""
+    largest_temporary: int = 0
+    """The most that a step over one weight allocates."""
+    is_foreach: bool = False
+    """Whether a step allocates for all its weights at once."""
+    elements: int = 0
+    """Elements of all weights, where they are rounded stochastically."""
+    largest: int = 0
+    """Elements of the largest of them."""
+
+    def count_temporaries(self, share: float = 1.0) -> int:
+        """Count what a step over a share of the weights allocates."""
+        if not self.elements:
+            return self._count_own(share)
+        held = min(max(MAX_ELEMENTS, self.largest), max(self.largest, round(share * self.elements)))
+        copies = round(held * (8 + self.state / self.elements))  # weights and gradients in float32, and the moments
+        return copies + max(2 * self._count_own(held / self.elements), ROUNDING_BYTES * self.largest)
+
+    def _count_own(self, share: float) -> int:
+        """Count what the optimizer itself allocates."""
+        if not self.is_foreach:
+            return self.temporaries
+        return max(self.largest_temporary, round(share * self.temporaries))
+
+
+def measure_optimizer(
+    config: OptimConfig, groups: Sequence[ParamGroup], *, is_on_gpu: bool = True, is_rounded: bool = False
+) -> OptimizerMemory:
+    """Measure state and temporaries; ``is_on_gpu``: torch's optimizers update lists of tensors at once there.
+
+    ``is_rounded``: weights are rounded stochastically, and held in float32 for that, some at a time.
+    """
+    found = _measure(config, groups, is_on_gpu=is_on_gpu)
+    sizes = [each.numel() for group in groups for each in group.parameters]
+    return replace(found, elements=sum(sizes), largest=max(sizes)) if is_rounded else found
+
+
+def _measure(config: OptimConfig, groups: Sequence[ParamGroup], *, is_on_gpu: bool) -> OptimizerMemory:
+    counts = Counter((tuple(each.shape), each.dtype) for group in groups for each in group.parameters)
+    name = resolve_optimizer(config.optimizer_type).import_path
+    if name.startswith("bitsandbytes.optim."):
+        return OptimizerMemory(_count_bitsandbytes_state(name.rpartition(".")[2], counts))
+    group = _build_optimizer(config, [torch.zeros(2, 2, dtype=dtype) for _, dtype in counts]).param_groups[0]
+    is_fused, prefers_foreach = bool(group.get("fused")), is_on_gpu and group.get("foreach", False) is None
+    dtype = next((dtype for _, dtype in counts if dtype != torch.float32), torch.float32)
+    is_foreach = not is_fused and _allocates_for_all(config, dtype, is_foreach=prefers_foreach)
+    measured = {key: _measure_shape(config, *key, is_foreach=is_foreach) for key in counts}
+    temporaries = [0 if is_fused else peak for _, peak in measured.values()]
+    together = sum(count * peak for count, peak in zip(counts.values(), temporaries, strict=True))
+    return OptimizerMemory(
+        state=sum(count * measured[key][0] for key, count in counts.items()),
+        temporaries=together if is_foreach else max(temporaries),
+        largest_temporary=max(temporaries),
+        is_foreach=is_foreach,
+    )
+
+
+def _build_optimizer(config: OptimConfig, values: Sequence[Tensor]) -> Any:
+    weights = [nn.Parameter(each) for each in values]
+    return build_optimizer(config, [ParamGroup("weights", weights, config.learning_rate)])
+
+
+def _allocates_for_all(config: OptimConfig, dtype: torch.dtype, *, is_foreach: bool) -> bool:
+    """Whether a step over two weights allocates more at once than a step over one of them."""
+    values = [torch.zeros(8, 8, dtype=dtype) for _ in range(2)]
+    try:
+        one, both = (_measure_steps(config, values[:count], is_foreach=is_foreach)[1] for count in (1, 2))
+    except (RuntimeError, NotImplementedError, AttributeError, ValueError):
+        return False  # the steps that are measured say what is wrong
+    return 2 * both > 3 * one
+
+
+def _measure_shape(
+    config: OptimConfig, shape: tuple[int, ...], dtype: torch.dtype, *, is_foreach: bool
+) -> tuple[int, int]:
+    """Return the bytes of state of one weight, and the most that its second step allocates."""
+    try:
+        return _measure_steps(config, [torch.ones(shape, dtype=dtype, device="meta")], is_foreach=is_foreach)
+    except (RuntimeError, NotImplementedError, AttributeError, ValueError, TypeError):
+        pass  # it reads values, which the meta device has not
+    try:
+        return _measure_steps(config, [torch.ones(shape, dtype=dtype)], is_foreach=is_foreach)
+    except (RuntimeError, NotImplementedError, AttributeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            Problem(
+                "optimizer_type",
+                f"cannot take a step on this machine, so the size of its state is unknown ({reason})",
+                value=config.optimizer_type,
+            )
+        ) from error
+
+
+def _measure_steps(config: OptimConfig, values: Sequence[Tensor], *, is_foreach: bool) -> tuple[int, int]:
+    """Return the bytes of state of some weights, and the most that their second step allocates."""
+    optimizer = _build_optimizer(config, values)
+    weights: list[Any] = optimizer.param_groups[0]["params"]
+    if is_foreach and "foreach" in optimizer.param_groups[0]:
+        optimizer.param_groups[0]["foreach"] = True
+    if callable(getattr(optimizer, "train", None)):
+        optimizer.train()
+    for weight in weights:
+        weight.grad = torch.full_like(weight, 1e-3)
+    optimizer.step()
+    state = [each for each in tree_leaves([*optimizer.state.values()]) if isinstance(each, Tensor)]
+    with MemoryMeter(values[0].device, [*weights, *(each.grad for each in weights), *state]) as meter:
+        optimizer.step()
+    return sum(each.nbytes for each in state), meter.peak
+
+
+def _count_bitsandbytes_state(name: str, counts: Counter[tuple[tuple[int, ...], torch.dtype]]) -> int:
+    """Count the moments of each weight: a byte and scales for each element of large weights, else float32."""
+    kind = name.removeprefix("Paged")
+    moments = BITSANDBYTES_STATES.get(kind.removesuffix("8bit").removesuffix("32bit"), 2)
+    total = 0
+    for (shape, _), count in counts.items():
+        size = torch.Size(shape).numel()
+        is_8bit = kind.endswith("8bit") and size >= MIN_8BIT_SIZE
+        total += count * moments * (size + 4 * -(-size // QUANTIZATION_BLOCK) if is_8bit else 4 * size)
+    return total

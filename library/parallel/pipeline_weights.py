@@ -1,0 +1,96 @@
+"""The trained weights of a pipeline (``--train full``): those of its blocks belong to one stage each.
+
+The ranks of other stages have an empty weight in their place, whose gradient, moments and average are empty as well, so
+that optimizer, clipping and EMA need to know nothing of stages.  Weights outside of the blocks are whole on all ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class StageWeight:
+    """The stage to which a weight belongs, and its shape there."""
+
+    stage: int
+    shape: torch.Size
+
+
+class PipelineWeights:
+    """The weights that belong to single stages of this rank's pipeline."""
+
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], stage: int, device: torch.device):
+        """``ranks`` are those of the pipeline, by stage; ``stage`` is this rank's."""
+        self.group, self._ranks, self._stage, self._device = group, ranks, stage, device
+        self._owners = dict[Tensor, StageWeight]()
+        self._stand_ins = dict[Tensor, Tensor]()
+        self._weights = dict[Tensor, Tensor]()
+        """The weights by their stand-ins."""
+
+    def add_block(self, block: nn.Module, stage: int) -> None:
+        """Remember the weights of a block; those of another stage are replaced by empty ones.
+
+        A single number stays whole on all ranks.
+        """
+        for module in block.modules():
+            for name, weight in list(module.named_parameters(recurse=False)):
+                if not weight.requires_grad or not weight.dim():
+                    continue
+                owner = StageWeight(stage, weight.shape)
+                if stage != self._stage:
+                    weight = nn.Parameter(torch.empty(0, dtype=weight.dtype))
+                    module.register_parameter(name, weight)
+                self._owners[weight] = owner
+
+    def __contains__(self, weight: object) -> bool:
+        return weight in self._owners
+
+    def get_stand_in(self, weight: Tensor) -> Tensor:
+        """Return a meta tensor of the shape of a stage's weight; another weight is returned as it is."""
+        if weight not in self._owners:
+            return weight.detach()
+        if weight not in self._stand_ins:
+            stand_in = torch.empty(self._owners[weight].shape, dtype=weight.dtype, device="meta")
+            self._stand_ins[weight], self._weights[stand_in] = stand_in, weight
+        return self._stand_ins[weight]
+
+    def find_weight(self, stand_in: Tensor) -> Tensor | None:
+        """Return the weight that a meta tensor stands for."""
+        return self._weights.get(stand_in)
+
+    @torch.no_grad()
+    def gather(self, weight: Tensor, values: Tensor) -> Tensor:
+        """Send values of the shape of a weight from its stage to the others; a collective of the pipeline."""
+        owner = self._owners.get(weight)
+        if owner is None or values.shape != weight.shape:
+            return values
+        whole = values.detach().to(self._device).contiguous()
+        if owner.stage != self._stage:
+            whole = torch.empty(owner.shape, dtype=values.dtype, device=self._device)
+        dist.broadcast(whole, self._ranks[owner.stage], group=self.group)
+        return whole
+
+    def take(self, weight: Tensor, whole: Tensor) -> Tensor:
+        """Return a tensor of the shape of the whole weight, or flat, on its own stage, and an empty one elsewhere."""
+        owner = self._owners.get(weight)
+        if owner is None or whole.shape not in (owner.shape, (owner.shape.numel(),)):
+            return whole
+        return whole.reshape(owner.shape) if owner.stage == self._stage else whole.new_empty(0)
+
+    def list_positions(self, weight: Tensor) -> Tensor:
+        """List the places of this rank's elements in the whole weight, flat, as int32: all or none."""
+        return torch.arange(weight.numel(), dtype=torch.int32, device=weight.device)
+
+
+@torch.no_grad()
+def fill_missing_gradients(weights: Sequence[nn.Parameter], group: dist.ProcessGroup, device: torch.device) -> None:
+    """Give weights a gradient of zeros where another rank of the pipeline has one; those without any keep none."""
+    flags = torch.tensor([float(weight.grad is not None) for weight in weights], device=device)
+    dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
+    for weight, flag in zip(weights, flags.tolist(), strict=True):
+        if flag and weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
