@@ -153,8 +153,9 @@ def _parse_scheduler_args(config: OptimConfig) -> dict[str, Any]:
             arguments[key] = float(word)
         except ValueError:
             arguments[key] = -1.0
+        limit = "above 0" if key == "rex_alpha" else "of at least 0"
         if not 0 <= arguments[key] < math.inf or (key == "rex_alpha" and not arguments[key]):
-            raise UserError(Problem("lr_scheduler_args", f"{key} is a number above 0; got {word}"))
+            raise UserError(Problem("lr_scheduler_args", f"{key} is a number {limit}; got {word}"))
     return arguments
 
 

@@ -98,6 +98,13 @@ def resolve_optimizer(name: str) -> OptimizerInfo:
     raise UserError(Problem("optimizer_type", f"no optimizer {name!r}{hint}"))
 
 
+def is_same_optimizer(one: str, other: str) -> bool:
+    """Whether two values of ``--optimizer_type`` name one optimizer: ``AdamW``, ``adamw`` and ``torch.optim.AdamW``."""
+    infos = (resolve_optimizer(name) for name in (one, other))
+    first, second = ((info.import_path.replace(":", "."), dict(info.default_args)) for info in infos)
+    return first == second
+
+
 def _import_optimizer_class(info: OptimizerInfo, name: str) -> type[torch.optim.Optimizer]:
     optimizer_class = import_class(info.import_path, "optimizer_type", name, info.pip_package)
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..adapters.component_key_names import clean_parameter_name
 from ..config.schema_output import StateConfig
 from ..errors import UserError, format_error
-from ..optim.optimizers import load_optimizer_state
+from ..optim.optimizers import is_same_optimizer, load_optimizer_state
 from ..parallel.async_copy import HostSnapshot
 from ..parallel.shard_files import ShardWriter, describe_sharded, shard_whole_tensors, split_sharded
 from ..parallel.strategy import Strategy
@@ -257,7 +257,7 @@ def restore_state(run: TrainingRun, metadata: Mapping[str, Any], tensors: Mappin
         if run.ema is not None:  # an EMA that is new in this run starts from the checkpoint's weights
             for mine, name in zip(run.ema.shadow_params, names.values(), strict=True):
                 mine.copy_((tree["ema"] or tree["adapter"])[name])
-    if metadata["settings"]["optimizer_type"] == run.config.optim.optimizer_type:
+    if is_same_optimizer(metadata["settings"]["optimizer_type"], run.config.optim.optimizer_type):
         _restore_optimizer(run, names, tree["optimizer"], unflatten_state(metadata["optimizer_defaults"], {}))
     else:
         logger.warning("the optimizer differs from the checkpoint's; its state starts from scratch")

@@ -33,6 +33,7 @@ from ..distributed.signals import StopSignals
 from ..errors import RunInterrupted, UserError
 from ..models.detect import DetectedModel
 from ..models.own_families import compute_family_fingerprint, get_family_facts
+from ..optim.optimizers import is_same_optimizer
 from ..parallel.quantize import BUILT_IN_KERNEL
 from ..parallel.shard_files import load_shards
 from ..parallel.strategy import Strategy
@@ -122,6 +123,8 @@ def find_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterat
     for name, new in current["settings"].items():
         option = options[name]
         old = saved_settings.get(name, option.default)  # an option that is newer than the checkpoint
+        if name == "optimizer_type" and is_same_optimizer(old, new):
+            continue
         if old != new and option.group != "state":
             is_compared = option.changes_result and not option.is_compared_by_content
             yield SettingChange(name, old, new, changes_result=is_compared)

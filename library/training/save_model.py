@@ -99,7 +99,7 @@ class SaveModel(SaveFullModel):
         temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
         path.parent.mkdir(parents=True, exist_ok=True)
         if run.state.step < run.plan.steps:
-            reserve_disk_space(path, sum(each.nbytes for model in models for each in model.tensors.values()), run)
+            reserve_disk_space(path, self._count_bytes(models), run)
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
@@ -110,6 +110,17 @@ class SaveModel(SaveFullModel):
             raise UserError(report_file(path, f"cannot be written: {reason}")) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+
+    def _count_bytes(self, models: Sequence["TrainedComponent"]) -> int:
+        """Count the bytes of the weights in the precision of the files, and of the components that are copied."""
+        dtype = None if self.config.save_precision is None else SAVE_DTYPES[self.config.save_precision]
+        tensors = [tensor for model in models for tensor in model.tensors.values()]
+        num_bytes = sum(each.numel() * (each.dtype if dtype is None else dtype).itemsize for each in tensors)
+        if self.detected.source_type != "folder":
+            return num_bytes
+        names = {*(read_required(get_config_reader(self.detected), INDEX_FILE))} - {model.name for model in models}
+        files = (file for name in names for file in (Path(self.detected.path_or_id) / name).rglob("*"))
+        return num_bytes + sum(file.stat().st_size for file in files if file.is_file())
 
     def _write_components(
         self, run: TrainingRun, folder: Path, models: Mapping[str, "TrainedComponent"], read_weight: ReadWeight

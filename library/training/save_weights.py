@@ -28,6 +28,8 @@ from .hub_upload import HubUploader
 from .state import TrainingRun, is_interval_reached
 
 SOFTWARE = f"lorikeet/{__version__}"
+EMA_SUFFIX = "-ema"
+"""What the names of files of averaged weights have behind the names of the others."""
 MIN_FREE_BYTES = 2**20  # room for the log, the report, and the JSON files of a checkpoint
 
 
@@ -96,7 +98,7 @@ class SaveWeights(ABC):
         self.saved_paths, self.last_paths = self.saved_paths + written, written
         if run.ema is not None:
             with run.ema.swap_parameters():
-                written = written + self._save_files(run, path.with_name(f"{name}-ema{self.suffix}"))
+                written = written + self._save_files(run, path.with_name(f"{name}{EMA_SUFFIX}{self.suffix}"))
         run.strategy.comm.run_on_main(lambda: self._upload(written, is_last=run.state.step >= run.plan.steps))
         return written
 
@@ -210,9 +212,13 @@ def _compute_legacy_hash(path: Path) -> str:
 
 
 def reserve_disk_space(path: Path, num_bytes: int, run: TrainingRun) -> None:
-    """Raise if an intermediate file would take the room of the checkpoint that is due, or of that of a stopped run."""
+    """Raise if an intermediate file would take the room of the checkpoint that is due, or of that of a stopped run.
+
+    The file of the averaged weights, which is written second, has its room reserved with the first one.
+    """
     free = shutil.disk_usage(path.parent).free
-    file_bytes = num_bytes * (1 if run.ema is None else 2)
+    is_followed = run.ema is not None and EMA_SUFFIX not in path.name
+    file_bytes = num_bytes * (2 if is_followed else 1)
     num_checkpoints = 1 + run.config.state.save_state
     needed = file_bytes + num_checkpoints * run.nan_guard.count_snapshot_bytes(run) + MIN_FREE_BYTES
     if 0 < free < needed:  # some network drives always report 0

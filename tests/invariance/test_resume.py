@@ -3,7 +3,9 @@
 import json
 import re
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from training_runs import train
 from library.config import parse_config
 from library.config.schema_output import StateConfig
 from library.errors import ConfigError, UserError
-from library.training import checkpoint_dir
+from library.training import checkpoint_dir, save_weights
 from library.training.resume import find_changes, select_checkpoint, serialize_settings
 
 __all__ = ["dataset", "uninterrupted_run"]  # fixtures
@@ -383,9 +385,6 @@ def train_with_failing_checkpoint(error: Exception, *flags: str) -> str:
 
 def train_on_a_disk_that_fills_up(num_files: int, *flags: str) -> str:
     """Train with a disk that has no room for checkpoints once there are so many LoRA files."""
-    from types import SimpleNamespace
-
-    from library.training import save_weights
 
     def get_disk_usage(folder: Path) -> SimpleNamespace:
         is_full = len(list(folder.glob("*.safetensors"))) >= num_files
@@ -404,6 +403,21 @@ def test_on_a_full_disk_checkpoints_come_before_lora_files(dataset, uninterrupte
     assert len(list(tmp_path.glob("*.safetensors"))) == 2 and not list(tmp_path.glob(".lora*"))
     run_on_ranks(1, train, *flags, "--auto_resume")
     assert_equal_files(uninterrupted_run, tmp_path)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("has_ema", "name", "num_files"), [(False, "a", 1), (True, "a", 2), (True, "a-ema", 1)])
+def test_room_for_averaged_weights_is_reserved_with_the_file_that_is_written_first(
+    has_ema, name, num_files, tmp_path, monkeypatch
+):
+    guard = SimpleNamespace(count_snapshot_bytes=lambda run: 0)
+    config = SimpleNamespace(state=SimpleNamespace(save_state=False))
+    run = SimpleNamespace(ema=object() if has_ema else None, config=config, nan_guard=guard)
+    needed = num_files * 10**9 + save_weights.MIN_FREE_BYTES
+    for free, fits in ((needed, True), (needed - 1, False)):
+        monkeypatch.setattr(save_weights.shutil, "disk_usage", lambda folder, free=free: SimpleNamespace(free=free))
+        with nullcontext() if fits else pytest.raises(UserError, match="would not fit any more"):
+            save_weights.reserve_disk_space(tmp_path / f"{name}.safetensors", 10**9, run)
 
 
 def test_resume_on_another_number_of_ranks_gives_equal_weights_up_to_rounding(dataset, tmp_path):

@@ -1,6 +1,7 @@
 """Import a job file of ai-toolkit, written by hand or by its user interface."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from .equivalents import (
 from .imported import (
     ImportedConfig,
     KeyReader,
+    is_among,
     to_integer,
     to_number,
     to_positive_integer,
@@ -46,6 +48,18 @@ FULL_RANK = 9_999_999_999
 def is_ai_toolkit(content: Any) -> bool:
     config = content.get("config") if isinstance(content, dict) else None
     return isinstance(config, dict) and isinstance(config.get("process"), list)
+
+
+_NEUTRAL_SAMPLE_SETTINGS: Mapping[str, tuple[Any, ...]] = {
+    "sampler": ("flowmatch", "ddpm"),
+    "guidance_rescale": (0, 0.0),
+    "format": ("jpg", "png", "webp"),
+    "adapter_conditioning_scale": (1, 1.0),
+    "refiner_start_at": (0.5,),
+    "extra_values": ([],),
+    "do_cfg_norm": (False,),
+}
+"""Settings of samples that are not taken over, with the values that have no effect there either."""
 
 
 def import_ai_toolkit(content: dict[str, Any], path: Path) -> ImportedConfig:
@@ -496,11 +510,11 @@ def read_sample_prompts(process: KeyReader, trigger: str | None, accumulation: i
         "sample_steps": sample.read("sample_steps", 20, to_integer),
         "num_frames": sample.read("num_frames", 1, to_integer),
         "fps": sample.read("fps", 16, to_number),
+        "network_multiplier": sample.read("network_multiplier", 1, to_number),
     }
     seed, walks = sample.read("seed", 0, to_integer), sample.read("walk_seed", False, to_switch)
-    ignored = "sampler network_multiplier guidance_rescale format adapter_conditioning_scale refiner_start_at"
-    for name in f"{ignored} extra_values do_cfg_norm".split():
-        if sample.read(name) not in (None, 1, 1.0, 0.0, 0.5, [], False, "jpg"):
+    for name, neutral in _NEUTRAL_SAMPLE_SETTINGS.items():
+        if not is_among(sample.read(name), (None, *neutral)):
             sample.list_harmless(name, "previews are sampled by the model's own scheduler")
     if defaults["neg"] and result.family in GUIDED_FAMILIES:
         sample.list_harmless("neg", "FLUX has no negative prompts")
@@ -528,6 +542,8 @@ def _describe_prompt(process: KeyReader, values: dict[str, Any], seed: int, trig
         prompt["scale"] = float(values["guidance_scale"])
     elif "schnell" not in name:
         prompt["guidance_scale"] = float(values["guidance_scale"])
+    if float(values["network_multiplier"]) != 1:
+        prompt["network_multiplier"] = float(values["network_multiplier"])
     rule = FAMILY_FACTS[family].pipeline.frames if family in VIDEO_FAMILIES else None
     if rule is not None and values["num_frames"] > 1:
         prompt |= {"frame_count": rule.round_down(int(values["num_frames"])), "fps": float(values["fps"])}

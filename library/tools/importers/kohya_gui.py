@@ -18,6 +18,7 @@ from ...config.network_args import (
 )
 from ...config.options import iter_options
 from ...config.schema import RunConfig
+from ...config.schema_optim import SCHEDULERS_WITH_ARGS
 from ...config.unused_options import is_self_tuning_adafactor
 from ...models.detect import get_size_multiple
 from ...models.families import FAMILY_FACTS
@@ -204,13 +205,15 @@ def _read_schedule(reader: KeyReader) -> None:
         warmup = None
     else:
         result.set_option("lr_scheduler", scheduler)
-        if arguments:
-            reader.list_harmless("lr_scheduler_args", "no effect without lr_scheduler_type")
+        if arguments and scheduler in SCHEDULERS_WITH_ARGS:
+            result.set_option("lr_scheduler_args", arguments)
+        elif arguments:
+            reader.list_harmless("lr_scheduler_args", f"lr_scheduler {scheduler} takes none, there either")
     if scheduler in ("constant", "adafactor") and warmup and not class_name:
         result.list_harmless("lr_warmup", warmup, f"lr_scheduler {scheduler} has no warmup, there either")
     elif warmup:
         result.set_option("lr_warmup_steps", warmup)
-    if scheduler == "cosine_with_restarts" and cycles > 1:
+    if scheduler in ("cosine_with_restarts", "cosine_with_min_lr", "warmup_stable_decay") and cycles > 1:
         result.set_option("lr_scheduler_num_cycles", cycles)
     if scheduler == "polynomial" and power != 1:
         result.set_option("lr_scheduler_power", power)

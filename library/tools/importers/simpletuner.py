@@ -24,6 +24,7 @@ from .imported import (
     to_integer,
     to_number,
     to_positive_integer,
+    to_positive_number,
     to_switch,
     to_text,
 )
@@ -280,8 +281,7 @@ def _read_length_and_schedule(config: KeyReader) -> None:
     elif name == "polynomial":
         result.options["lr_scheduler"] = "polynomial"
         result.set_option("lr_scheduler_power", power)
-        if end != 1e-7:
-            config.list_change("lr_end", "ends at 1e-7 here", end)
+        result.set_option("lr_scheduler_args", [f"lr_end={end:g}"])
     elif name in ("cosine", "cosine_with_warmup", "sine", "cosine_with_restarts"):
         kind = "cosine_with_restarts" if name == "cosine_with_restarts" else "cosine"
         result.options["lr_scheduler"] = kind
@@ -471,8 +471,18 @@ def _read_lycoris(lycoris: KeyReader) -> None:
         result.add_network_arg("factor", lycoris.read("factor", -1, to_integer))
         if lycoris.read("decompose_both", False, to_switch):
             result.add_network_arg("decompose_both", True)
-    for name in ("dropout", "rank_dropout", "module_dropout", "use_tucker", "use_scalar", "train_norm", "dora_wd"):
-        if lycoris.read(name, 0):
+    is_lora = _MODULES.get(algorithm, "networks.lora") == "networks.lora"
+    if dropout := lycoris.read("dropout", None, to_positive_number):
+        if is_lora:
+            result.set_option("network_dropout", dropout)
+        else:
+            lycoris.list_change("dropout", f"only LoRA has it here, not {algorithm}; remove it")
+    supported = {"rank_dropout": is_lora, "module_dropout": is_lora, "dora_wd": is_lora, "use_tucker": not is_lora}
+    for name, is_supported in (supported | {"use_scalar": False, "train_norm": False}).items():
+        value = lycoris.read(name, 0)
+        if value and is_supported:
+            result.add_network_arg(name, value)
+        elif value:
             lycoris.list_change(name, "not supported for this adapter type here; remove it")
     if lycoris.read("multiplier", 1.0, to_number) != 1:
         lycoris.list_change("multiplier", "the adapter is trained at strength 1 here")

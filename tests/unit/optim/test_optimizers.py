@@ -23,6 +23,7 @@ from library.optim.optimizers import (
     ParamGroup,
     build_optimizer,
     describe_optimizer,
+    is_same_optimizer,
     use_eval_weights,
 )
 from library.optim.validate_optimizer import find_learning_rate_warnings, validate_lr_schedule, validate_optimizer
@@ -457,3 +458,12 @@ def test_weights_and_their_ema_change_places_to_the_bit(dtype):
                 assert torch.equal(average.shadow_params[0], trained)
             raise ZeroDivisionError
         assert torch.equal(weight.detach(), trained) and torch.equal(average.shadow_params[0], averaged)
+
+
+@pytest.mark.parametrize(
+    ("other", "is_same"),
+    [("adamw", True), ("torch.optim.AdamW", True), ("", True), ("AdamW8bit", False), ("torch.optim:AdamW", True)],
+)
+def test_other_names_of_an_optimizer_are_the_same(other, is_same):
+    assert is_same_optimizer("AdamW", other) is is_same
+    assert not is_same_optimizer("SGD", "SGDNesterov")

@@ -21,9 +21,10 @@ from library.optim.arguments import find_unknown_args, import_class
 from library.optim.lr_schedulers import build_lr_schedule
 from library.optim.optimizers import resolve_optimizer
 from library.tools.import_config import format_untaken, run_import_config
-from library.tools.importers.imported import Unsupported
+from library.tools.importers.imported import ImportedConfig, KeyReader, Unsupported
 from library.tools.importers.keys import ai_toolkit, diffusion_pipe, kohya_gui, onetrainer, simpletuner
 from library.tools.importers.programs import import_sources
+from library.tools.importers.simpletuner import _read_lycoris
 from library.tools.importers.source_file import SourceFile, read_source
 
 DATA = Path(__file__).resolve().parents[2] / "data" / "import"
@@ -708,3 +709,38 @@ def test_missing_files_and_flags_are_reported(work, capsys):
     assert run_tool(["import", "--output"]) == EXIT_USER_ERROR
     assert "--output: unknown option" in capsys.readouterr().err
     assert run_tool(["import", "--help"]) == 0
+
+
+def test_arguments_of_schedules_are_taken_over():
+    content = {**load("kohya_sdxl.json"), "lr_scheduler": "cosine", "lr_scheduler_args": "num_cycles=1.5"}
+    assert import_content("kohya_sdxl.json", content).options["lr_scheduler_args"] == ["num_cycles=1.5"]
+    content |= {"lr_scheduler": "warmup_stable_decay", "lr_scheduler_num_cycles": "3"}
+    assert import_content("kohya_sdxl.json", content).options["lr_scheduler_num_cycles"] == 3
+    content |= {"lr_scheduler": "constant"}
+    assert "lr_scheduler_args" not in import_content("kohya_sdxl.json", content).options
+
+    content = {**load("simpletuner_flux/config.json"), "lr_scheduler": "polynomial"}
+    result = import_content(DATA / "simpletuner_flux/config.json", content)
+    assert result.options["lr_scheduler_args"] == ["lr_end=4e-07"]
+
+
+def test_dropouts_of_lycoris_are_taken_over_for_lora():
+    settings = {"linear_dim": 4, "linear_alpha": 2, "dropout": 0.1, "rank_dropout": 0.2, "use_tucker": True}
+    taken = {}
+    for algorithm in ("lora", "lokr"):
+        result = ImportedConfig("SimpleTuner")
+        _read_lycoris(KeyReader({"algo": algorithm, **settings}, result))
+        taken[algorithm] = result.options.get("network_dropout"), result.options.get("network_args", [])
+        assert {each.key for each in result.untaken if each.changes_result} >= (
+            {"use_tucker"} if algorithm == "lora" else {"dropout", "rank_dropout"}
+        )
+    assert taken["lora"] == (0.1, ["rank_dropout=0.2"])
+    assert taken["lokr"][0] is None and "use_tucker=True" in taken["lokr"][1]
+
+
+def test_the_strength_of_samples_is_taken_over_and_other_settings_are_named():
+    content = load("ai_toolkit_flux.yaml")
+    content["config"]["process"][0]["sample"] |= {"network_multiplier": 0.5, "do_cfg_norm": True}
+    result = import_content("ai_toolkit_flux.yaml", content)
+    assert {prompt["network_multiplier"] for prompt in result.prompts} == {0.5}
+    assert any(each.key.endswith("do_cfg_norm") for each in result.untaken)
