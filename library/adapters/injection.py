@@ -1,7 +1,7 @@
 """Inject LoRA and other adapters into the components of a pipeline, and get and load their state dict.
 
 Rank and alpha of each layer come from ``adapters.targets_rank_alpha``; the layers themselves are built in
-``adapters.peft_types``, LoRA dropout in ``adapters.dropout_and_max_norm``.
+``adapters.peft_types``, LoRA dropout in ``adapters.lora_dropout``.
 The keys of a state dict are peft's without the adapter name: ``<component>.<module>.lora_A.weight`` (rank, in) and
 ``<component>.<module>.lora_B.weight`` (out, rank), with two more dimensions for convolutions; other adapter types have
 other tensors.

@@ -1,7 +1,7 @@
 """Which step of a run is the best, which of several runs is better, and whether that is more than chance.
 
 The limits were set by looking at pictures of overtrained LoRAs of the demo model (docs/evaluate.md): likeness has come
-where it is near the best likeness of all evaluated files and more than half of the way to real pictures; copying and
+where it is near the best likeness of all evaluated files and far enough on the way to real pictures; copying and
 drift have come above a limit.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from .file_metrics import COPYING, DRIFT, LIKENESS, FileMetrics
 from .seed_bootstrap import CONFIDENCE, Estimate, Resampler
 
-MIN_LIKENESS, SHARE_OF_BEST_LIKENESS = 0.5, 0.85
+MIN_LIKENESS, SHARE_OF_BEST_LIKENESS = 0.4, 0.85
 MAX_COPYING, MAX_DRIFT = 0.15, 0.33
 _SIGNS = {LIKENESS: 1.0, COPYING: -1.0, DRIFT: -1.0}
 
