@@ -77,7 +77,7 @@ class PipelineStrategy(DeviceMeshStrategy):
         for index, block in enumerate(block_sequence.blocks):
             if isinstance(self._sharded, PipelineWeights):
                 self._sharded.add_block(block, self._find_owner(index))
-            if index not in self._local_blocks:
+            elif index not in self._local_blocks:
                 for module in block.modules():
                     for name, weight in list(module.named_parameters(recurse=False)):
                         if not weight.requires_grad:

@@ -34,15 +34,15 @@ class PipelineWeights:
     def add_block(self, block: nn.Module, stage: int) -> None:
         """Remember the weights of a block; those of another stage are replaced by empty ones.
 
-        A single number stays whole on all ranks.
+        Files have frozen weights as well, so they are remembered, too.  A single number stays whole on all ranks.
         """
         for module in block.modules():
             for name, weight in list(module.named_parameters(recurse=False)):
-                if not weight.requires_grad or not weight.dim():
+                if not weight.dim():
                     continue
                 owner = StageWeight(stage, weight.shape)
                 if stage != self._stage:
-                    weight = nn.Parameter(torch.empty(0, dtype=weight.dtype))
+                    weight = nn.Parameter(torch.empty(0, dtype=weight.dtype), requires_grad=weight.requires_grad)
                     module.register_parameter(name, weight)
                 self._owners[weight] = owner
 
