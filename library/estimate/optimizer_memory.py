@@ -17,6 +17,7 @@ from ..config.schema_optim import OptimConfig
 from ..errors import UserError
 from ..optim.optimizers import ParamGroup, build_optimizer, resolve_optimizer
 from ..optim.stochastic_rounding import MAX_ELEMENTS
+from ..optim.validate_optimizer import is_divisible
 from ..problems import Problem
 from .meta_memory_meter import MemoryMeter
 
@@ -45,12 +46,16 @@ class OptimizerMemory:
     """Elements of all weights, where they are rounded stochastically."""
     largest: int = 0
     """Elements of the largest of them."""
+    is_divisible: bool = True
+    """Whether few weights are held in float32 at once; an optimizer of one step size for all needs all of them."""
 
     def count_temporaries(self, share: float = 1.0) -> int:
         """Count what a step over a share of the weights allocates."""
         if not self.elements:
             return self._count_own(share)
-        held = min(max(MAX_ELEMENTS, self.largest), max(self.largest, round(share * self.elements)))
+        held = max(self.largest, round(share * self.elements))
+        if self.is_divisible:
+            held = min(max(MAX_ELEMENTS, self.largest), held)
         copies = round(held * (8 + self.state / self.elements))  # weights and gradients in float32, and the moments
         return copies + max(2 * self._count_own(held / self.elements), ROUNDING_BYTES * self.largest)
 
@@ -70,7 +75,9 @@ def measure_optimizer(
     """
     found = _measure(config, groups, is_on_gpu=is_on_gpu)
     sizes = [each.numel() for group in groups for each in group.parameters]
-    return replace(found, elements=sum(sizes), largest=max(sizes)) if is_rounded else found
+    if not is_rounded:
+        return found
+    return replace(found, elements=sum(sizes), largest=max(sizes), is_divisible=is_divisible(config))
 
 
 def _measure(config: OptimConfig, groups: Sequence[ParamGroup], *, is_on_gpu: bool) -> OptimizerMemory:

@@ -69,12 +69,12 @@ class PartialStep:
             self._optimizer.step()
         finally:
             self._optimizer.param_groups = groups
-        self._after |= parts
+        for index, part in parts.items():  # without the copies, which are freed before the next forward
+            self._after[index] = {key: value for key, value in part.items() if key != "params"}
 
     def finish(self) -> None:
         """Take over what the step changed in the groups."""
-        for index, part in self._after.items():
-            values = {key: value for key, value in part.items() if key != "params"}
+        for index, values in self._after.items():
             self._optimizer.param_groups[index].update(values)
 
 

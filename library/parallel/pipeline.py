@@ -80,7 +80,7 @@ class PipelineStrategy(DeviceMeshStrategy):
             elif index not in self._local_blocks:
                 for module in block.modules():
                     for name, weight in list(module.named_parameters(recurse=False)):
-                        if not weight.requires_grad:
+                        if not weight.requires_grad and not weight.is_meta:
                             module.register_parameter(name, nn.Parameter(weight.to("meta"), requires_grad=False))
         blocks, bounds = block_sequence.blocks, self.stage_bounds
         mib = sum(item.nbytes for block in blocks for item in block.parameters() if not item.is_meta) / 2**20

@@ -1,4 +1,4 @@
-"""The trained weights of a pipeline (``--train full``): those of its blocks belong to one stage each.
+"""The weights of a pipeline that trains them (``--train full``): those of its blocks belong to one stage each.
 
 The ranks of other stages have an empty weight in their place, whose gradient, moments and average are empty as well, so
 that optimizer, clipping and EMA need to know nothing of stages.  Weights outside of the blocks are whole on all ranks.
@@ -32,17 +32,19 @@ class PipelineWeights:
         """The weights by their stand-ins."""
 
     def add_block(self, block: nn.Module, stage: int) -> None:
-        """Remember the weights of a block; those of another stage are replaced by empty ones.
+        """Remember the weights of a block; those of another stage are replaced by empty ones, frozen ones by meta ones.
 
-        Files have frozen weights as well, so they are remembered, too.  A single number stays whole on all ranks.
+        A single number that is trained stays whole on all ranks.
         """
         for module in block.modules():
             for name, weight in list(module.named_parameters(recurse=False)):
-                if not weight.dim():
+                if weight.requires_grad and not weight.dim():
                     continue
                 owner = StageWeight(stage, weight.shape)
                 if stage != self._stage:
-                    weight = nn.Parameter(torch.empty(0, dtype=weight.dtype), requires_grad=weight.requires_grad)
+                    is_trained = weight.requires_grad
+                    own = torch.empty(0, dtype=weight.dtype) if is_trained else weight.to("meta")
+                    weight = nn.Parameter(own, requires_grad=is_trained)
                     module.register_parameter(name, weight)
                 self._owners[weight] = owner
 
@@ -68,8 +70,9 @@ class PipelineWeights:
         owner = self._owners.get(weight)
         if owner is None or values.shape != weight.shape:
             return values
-        whole = values.detach().to(self._device).contiguous()
-        if owner.stage != self._stage:
+        if owner.stage == self._stage:
+            whole = values.detach().to(self._device).contiguous()
+        else:
             whole = torch.empty(owner.shape, dtype=values.dtype, device=self._device)
         dist.broadcast(whole, self._ranks[owner.stage], group=self.group)
         return whole

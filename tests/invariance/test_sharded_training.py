@@ -129,6 +129,17 @@ def test_sharded_training_gives_the_model_of_one_process(family, ranks, flags, e
 
 
 @pytest.mark.slow
+def test_a_pipeline_saves_the_frozen_weights_of_all_its_stages(even_dataset, tmp_path):
+    """The last block of Qwen-Image has layers without a part in the result, which are not trained."""
+    flags = "--pretrained_model_name_or_path random:qwen_image:tiny --max_train_steps 1 --train_modules attn".split()
+    whole = train_full(even_dataset, tmp_path / "whole", 1, *flags)
+    more = "--pp_size 2 --train_batch_size 1 --gradient_accumulation_steps 4".split()
+    sharded = train_full(even_dataset, tmp_path / "sharded", 2, *flags, *more)
+
+    assert max_difference(whole, sharded) < 1e-5
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "ranks", "more"),
     [

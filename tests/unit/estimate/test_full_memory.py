@@ -77,6 +77,17 @@ def test_an_optimizer_needs_its_state_and_what_its_step_allocates(name, dtype, i
     assert temporaries <= found.temporaries <= 2 * temporaries
 
 
+def test_an_optimizer_of_one_step_size_holds_all_weights_in_float32_while_they_are_rounded():
+    pytest.importorskip("pytorch_optimizer")
+    weights = [nn.Parameter(torch.zeros(1000, 1000, dtype=torch.bfloat16)) for _ in range(20)]
+    found = {
+        name: measure_optimizer(OptimConfig(optimizer_type=name), [ParamGroup("all", weights, 1)], is_rounded=True)
+        for name in ("Lion", "Prodigy")
+    }
+    assert 8 * 2**23 <= found["Lion"].count_temporaries() < 8 * 20_000_000
+    assert found["Prodigy"].count_temporaries() >= 20_000_000 * 8 + found["Prodigy"].state
+
+
 @pytest.mark.slow
 def test_what_is_advised_for_full_training_changes_as_little_as_possible():
     config, explicit, model = load_config(*FULL, "random:sdxl:tiny", "--optimizer_type", "AdamW")

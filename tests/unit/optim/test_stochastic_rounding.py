@@ -1,5 +1,7 @@
 """Stochastic rounding: unbiased, so that tiny updates count, and equal for every order, part and layout of weights."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -129,6 +131,23 @@ def test_another_step_seed_or_weight_has_other_bits_and_an_equal_one_the_same():
     first = round_once(1, 5, 0)
     assert torch.equal(first, round_once(1, 5, 0)) and bool((first != 0.5).any())
     assert not any(torch.equal(first, round_once(*other)) for other in ((2, 5, 0), (1, 6, 0), (1, 5, 1)))
+
+
+@pytest.mark.parametrize("is_divisible", [True, False])
+def test_copies_in_float32_are_freed_when_the_weights_are_rounded(is_divisible):
+    weights = build_weights((12, 7), (7,))
+    optimizer, rounding = build_step("SGD", weights, arguments=("momentum=0.9",))
+    copies = list[weakref.ref[torch.Tensor]]()
+    optimizer.register_step_pre_hook(
+        lambda *_: copies.extend(weakref.ref(each) for group in optimizer.param_groups for each in group["params"])
+    )
+    step = PartialStep(optimizer, rounding, is_divisible=is_divisible)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    step.start(0)
+    step.update(weights)
+    step.finish()
+    assert len(copies) == 2 and all(copy() is None for copy in copies), "they would stay until the next step"
 
 
 @pytest.mark.quick
