@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ...config.options import iter_options
 from ...config.parser import ParsedConfig
 from ...config.schema import RunConfig
 from ...errors import ConfigError, UserError
@@ -19,7 +20,8 @@ from ...training.preflight import (
     find_settings_problems,
     load_settings,
 )
-from .sweep_file import Sweep, SweepRun
+from ...training.resume import serialize_settings
+from .sweep_file import OWN_OPTIONS, Sweep, SweepRun
 
 DISK_CACHES = (
     {"cache_latents_to_disk": True, "cache_text_encoder_outputs_to_disk": True},
@@ -38,6 +40,8 @@ class CheckedRun:
     run: SweepRun
     argv: Sequence[str]
     config: RunConfig
+    settings: Mapping[str, Any]
+    """What it sets: in the sweep file, and of the run file what can change the result."""
 
 
 def check_sweep(sweep: Sweep) -> list[CheckedRun]:
@@ -75,7 +79,14 @@ def _check_run(sweep: Sweep, run: SweepRun) -> tuple[CheckedRun, list[Problem]]:
             _check_model(parsed.config, sweep.num_processes)
         except UserError as error:
             problems = parsed.locate_problems(error.problems)
-    return CheckedRun(run, sweep.build_argv(run), parsed.config), _locate(problems, run)
+    checked = CheckedRun(run, sweep.build_argv(run), parsed.config, _list_settings(run, parsed))
+    return checked, _locate(problems, run)
+
+
+def _list_settings(run: SweepRun, parsed: ParsedConfig) -> dict[str, Any]:
+    compared = {option.name for option in iter_options(RunConfig) if option.changes_result}
+    values = serialize_settings(parsed.config)
+    return {name: values[name] for name in sorted(parsed.explicit & compared - {*OWN_OPTIONS})} | run.settings
 
 
 def _locate(problems: Iterable[Problem], run: SweepRun) -> list[Problem]:
