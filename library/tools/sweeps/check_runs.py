@@ -29,6 +29,9 @@ DISK_CACHES = (
 )
 """What runs share, where they cache nothing themselves: all, or what their settings allow."""
 
+LENGTH_OPTIONS = {"max_train_steps", "max_train_epochs"}
+"""Options with which a run may be resumed, but which make another run of a sweep."""
+
 MEASUREMENTS = 4
 """How often a run is evaluated, where the file does not say."""
 
@@ -41,7 +44,7 @@ class CheckedRun:
     argv: Sequence[str]
     config: RunConfig
     settings: Mapping[str, Any]
-    """What it sets: in the sweep file, and of the run file what can change the result."""
+    """What it sets: in the sweep file, and of the run file what makes another run."""
 
 
 def check_sweep(sweep: Sweep) -> list[CheckedRun]:
@@ -84,9 +87,10 @@ def _check_run(sweep: Sweep, run: SweepRun) -> tuple[CheckedRun, list[Problem]]:
 
 
 def _list_settings(run: SweepRun, parsed: ParsedConfig) -> dict[str, Any]:
-    compared = {option.name for option in iter_options(RunConfig) if option.changes_result}
+    options = {each.name for each in iter_options(RunConfig) if each.changes_result or each.group == "evaluate"}
+    compared = parsed.explicit & (options | LENGTH_OPTIONS) - {*OWN_OPTIONS}
     values = serialize_settings(parsed.config)
-    return {name: values[name] for name in sorted(parsed.explicit & compared - {*OWN_OPTIONS})} | run.settings
+    return {name: values[name] for name in sorted(compared)} | run.settings
 
 
 def _locate(problems: Iterable[Problem], run: SweepRun) -> list[Problem]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ...atomic_files import write_atomic
+from ...atomic_files import find_write_error, write_atomic
 from ...demo import DEMO_CONFIG_DIR
 from ...distributed.signals import STOP_FILE, can_send_signals, list_stop_signals
 from ...errors import ConfigError, UserError
@@ -99,13 +99,14 @@ def _normalize(settings: Mapping[str, Any]) -> dict[str, Any]:
 @contextmanager
 def hold_sweep_lock(folder: Path) -> Iterator[None]:
     """Hold the folder of a sweep inside the block; raise ``UserError`` if another sweep is training in it."""
-    folder.mkdir(parents=True, exist_ok=True)
+    if error := find_write_error(folder):
+        raise UserError(Problem("output_dir", f"cannot write to {folder}: {error}"))
     with ExitStack() as stack:
         try:
             stack.enter_context(hold_output_lock(folder, STATE_FILE))
-        except UserError as error:
+        except UserError as held:
             text = f"another sweep is training the runs in {folder}, with the lock {folder / f'.{STATE_FILE}.lock'}"
-            raise UserError(Problem("output_dir", text, "wait for it, or give another output_dir")) from error
+            raise UserError(Problem("output_dir", text, "wait for it, or give another output_dir")) from held
         yield
 
 

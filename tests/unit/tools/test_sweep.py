@@ -149,10 +149,12 @@ def test_a_finished_run_whose_run_file_has_changed_is_refused_until_its_folder_i
 
     base.write_text("network_dim = 4\nlogging_dir = 'b'\n")  # which changes no weights
     assert sweep(capsys, path, "--compare_only")[0] == 0
-    base.write_text("network_dim = 8\n")
+    base.write_text("network_dim = 8\nmax_train_epochs = 2\n")
+    path.write_text(path.read_text().replace("max_train_steps = 4\n", ""))
     code, _, error = sweep(capsys, path, "--compare_only")
     assert code == 2
-    assert f"run {folder.name} was finished with another network_dim; give another output_dir, or remove" in error
+    names = "max_train_epochs, max_train_steps, network_dim"
+    assert f"run {folder.name} was finished with another {names}; give another output_dir, or remove" in error
     folder.rmdir()
     assert sweep(capsys, path, "--compare_only")[0] == 0
 
@@ -179,6 +181,9 @@ def test_two_sweeps_do_not_train_in_one_folder_at_once(tmp_path, capsys):
         assert f"another sweep is training the runs in {tmp_path / 'out'}" in error
         assert sweep(capsys, path, "--compare_only")[0] == 0
     assert "no run" in sweep(capsys, path, "--continue_run", folder.name)[2]
+    (tmp_path / "file").write_text("")
+    path.write_text(path.read_text().replace(f"{tmp_path / 'out'}", f"{tmp_path / 'file' / 'out'}"))
+    assert "cannot write to" in sweep(capsys, path)[2]
 
 
 @pytest.mark.slow
