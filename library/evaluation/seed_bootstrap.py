@@ -133,7 +133,7 @@ class Resampler:
     def estimate_sum(self, terms: Sequence[tuple[float, Statistic, str]], confidence: float = CONFIDENCE) -> Estimate:
         """Estimate a weighted sum of statistics, each with its group; a difference has the weights 1 and -1."""
         value = float(sum(weight * each.compute(_list_all_seeds(each.shape))[0] for weight, each, _ in terms))
-        num_seeds = min(each.shape[1] for _, each, _ in terms)
+        num_seeds = min((each.shape[1] for _, each, _ in terms), default=0)  # of no terms, where nothing is measured
         if num_seeds < 2:
             return Estimate(value)
         samples = np.zeros(self.num_resamples)

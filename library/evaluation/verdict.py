@@ -13,6 +13,8 @@ from .seed_bootstrap import CONFIDENCE, Estimate, Resampler
 
 MIN_LIKENESS, SHARE_OF_BEST_LIKENESS = 0.4, 0.85
 MAX_COPYING, MAX_DRIFT = 0.15, 0.33
+ROUNDING = 1e-9
+"""The balances of equal steps differ by less."""
 _SIGNS = {LIKENESS: 1.0, COPYING: -1.0, DRIFT: -1.0}
 
 
@@ -48,10 +50,10 @@ class JudgedStep:
         return [reason for reason, applies in reasons if applies]
 
     def describe(self) -> str:
-        """Say what has come: "likeness, no copying, drift"."""
+        """Say what has come: "likeness, no copying, drift"; of one picture and no other captions, nothing is known."""
         parts = [(LIKENESS, self.has_likeness), (COPYING, self.has_copying), (DRIFT, self.has_drift)]
         known = [(name, has) for name, has in parts if name in self.metrics.statistics]
-        return ", ".join(name if has else f"no {name}" for name, has in known)
+        return ", ".join(name if has else f"no {name}" for name, has in known) or "nothing to judge by"
 
 
 @dataclass(frozen=True)
@@ -69,13 +71,13 @@ class Comparison:
 
     def __str__(self) -> str:
         value, low, high = self.difference.value, self.difference.low, self.difference.high
-        if value < 0:  # it was preferred for being good
+        if value < -ROUNDING:  # it was preferred for being good
             interval = "" if low is None or high is None else f" ({-high:.2f} to {-low:.2f})"
             return (
                 f"{self.winner.name} is preferred to {self.other.name}, where {' and '.join(self.other.list_reasons())}"
                 f", although its balance is lower by {-value:.2f}{interval}"
             )
-        text = f"{self.winner.name} is ahead of {self.other.name} by {value:.2f}"
+        text = f"{self.winner.name} is ahead of {self.other.name} by {abs(value):.2f}"
         if low is None:
             return f"{text}; one seed says nothing of chance"
         chance = "more than chance" if self.is_more_than_chance else "which may be chance"

@@ -149,7 +149,7 @@ class Family(ABC):
         return ()
 
     def get_unused_layers(self, denoiser: Any) -> tuple[str, ...]:
-        """Return the layers whose output the model discards: no gradient reaches them, so they get no LoRA."""
+        """Return the layers, and weights outside of layers, that no gradient reaches: they are not trained."""
         return ()
 
     def get_unused_text_layers(self, encoder: Any, component: str) -> tuple[str, ...]:

@@ -2,15 +2,20 @@
 
 import shlex
 from collections.abc import Generator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ..config import parse_config
 from ..config.options import define_option, iter_options
 from ..errors import ConfigError
 from ..log import configure_logging
 from ..problems import Problem, report_argument
+
+if TYPE_CHECKING:
+    from .sweeps.check_runs import CheckedRun
+    from .sweeps.sweep_file import Sweep
 
 USAGE = "usage: python -m library sweep SWEEP.toml [--option value ...]"
 HELP = f"""{USAGE}
@@ -58,9 +63,8 @@ def run_sweep(argv: Sequence[str]) -> tuple[str, int] | Generator[str, None, int
 
 def _run_file(path: Path, options: SweepOptions) -> Generator[str, None, int]:
     from .sweeps.check_runs import check_sweep
-    from .sweeps.run_queue import FAILED, STOPPED, RunQueue, mark_for_retry
+    from .sweeps.run_queue import hold_sweep_lock
     from .sweeps.sweep_file import read_sweep
-    from .sweeps.sweep_result import write_sweep_result
 
     sweep = read_sweep(path)
     runs = check_sweep(sweep)
@@ -69,6 +73,16 @@ def _run_file(path: Path, options: SweepOptions) -> Generator[str, None, int]:
         for each in runs:
             yield f"{each.run.name}: train_lora.py {shlex.join(each.argv)}"
         return 0
+    with nullcontext() if options.compare_only else hold_sweep_lock(sweep.output_dir):
+        return (yield from _train_and_compare(sweep, runs, options))
+
+
+def _train_and_compare(
+    sweep: "Sweep", runs: "Sequence[CheckedRun]", options: SweepOptions
+) -> Generator[str, None, int]:
+    from .sweeps.run_queue import FAILED, STOPPED, RunQueue, mark_for_retry
+    from .sweeps.sweep_result import write_sweep_result
+
     queue = RunQueue(sweep, runs)
     if (name := options.continue_run) is not None:
         if queue.state.get(name).status != STOPPED:

@@ -151,7 +151,7 @@ def find_checkpoints(output_dir: Path, name: str) -> Iterator[Path]:
     pattern = re.compile(rf"\.?{_build_name_pattern(name)}-state(\.old)?")
     try:
         yield from sorted(path for path in output_dir.iterdir() if pattern.fullmatch(path.name) and path.is_dir())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return
 
 

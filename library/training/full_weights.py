@@ -50,12 +50,9 @@ def list_trained_names(config: AdapterConfig, family: Family, component: str, mo
         unused, patterns = family.get_unused_layers(model), config.train_modules
     else:
         unused, patterns = family.get_unused_text_layers(model, component), ()
-    starts = tuple(f"{layer}." for layer in unused)
-    return [
-        name
-        for name, _ in model.named_parameters()
-        if not name.startswith(starts) and (not patterns or any(re.search(pattern, name) for pattern in patterns))
-    ]
+    starts, idle = tuple(f"{layer}." for layer in unused), {*unused}
+    names = [name for name, _ in model.named_parameters() if name not in idle and not name.startswith(starts)]
+    return [name for name in names if not patterns or any(re.search(pattern, name) for pattern in patterns)]
 
 
 def build_full_modules(config: RunConfig, family: Family, pipe: Any) -> TrainableModules:

@@ -146,8 +146,10 @@ class LTX2(LTXVideo):
         pipe.vae_spatial_compression_ratio = get_downscale_factor(read_required(read, "vae/config.json"))
 
     def get_unused_layers(self, denoiser: Any) -> tuple[str, ...]:
-        """Return the stream of sound, and the attention between the streams."""
-        return tuple(name for name, _ in denoiser.named_modules() if _belongs_to_sound(name))
+        """Return the stream of sound, and the attention between the streams, with their weights outside of layers."""
+        names = [name for name, _ in denoiser.named_modules()]
+        tables = [name for name, _ in denoiser.named_parameters() if name.endswith("scale_shift_table")]
+        return tuple(name for name in (*names, *tables) if _belongs_to_sound(name))
 
     def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
         import torch
@@ -247,8 +249,8 @@ class LTX2(LTXVideo):
 
 
 def _belongs_to_sound(name: str) -> bool:
-    """Whether a module is of the stream of sound or between the streams: ``audio_ff``, ``video_to_audio_attn``."""
-    return any("audio" in part or part.startswith("av_cross_attn") for part in name.split("."))
+    """Whether a module or weight is of the stream of sound or between the streams: ``audio_ff``, ``video_a2v_...``."""
+    return any("audio" in part or "a2v" in part or part.startswith("av_cross_attn") for part in name.split("."))
 
 
 def _build_sound_statistics(transformer: Any) -> Any:

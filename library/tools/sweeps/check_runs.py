@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ...config.options import iter_options
 from ...config.parser import ParsedConfig
 from ...config.schema import RunConfig
 from ...errors import ConfigError, UserError
@@ -19,13 +20,17 @@ from ...training.preflight import (
     find_settings_problems,
     load_settings,
 )
-from .sweep_file import Sweep, SweepRun
+from ...training.resume import serialize_settings
+from .sweep_file import OWN_OPTIONS, Sweep, SweepRun
 
 DISK_CACHES = (
     {"cache_latents_to_disk": True, "cache_text_encoder_outputs_to_disk": True},
     {"cache_latents_to_disk": True},
 )
 """What runs share, where they cache nothing themselves: all, or what their settings allow."""
+
+LENGTH_OPTIONS = {"max_train_steps", "max_train_epochs"}
+"""Options with which a run may be resumed, but which make another run of a sweep."""
 
 MEASUREMENTS = 4
 """How often a run is evaluated, where the file does not say."""
@@ -38,6 +43,8 @@ class CheckedRun:
     run: SweepRun
     argv: Sequence[str]
     config: RunConfig
+    settings: Mapping[str, Any]
+    """What it sets: in the sweep file, and of the run file what makes another run."""
 
 
 def check_sweep(sweep: Sweep) -> list[CheckedRun]:
@@ -75,7 +82,15 @@ def _check_run(sweep: Sweep, run: SweepRun) -> tuple[CheckedRun, list[Problem]]:
             _check_model(parsed.config, sweep.num_processes)
         except UserError as error:
             problems = parsed.locate_problems(error.problems)
-    return CheckedRun(run, sweep.build_argv(run), parsed.config), _locate(problems, run)
+    checked = CheckedRun(run, sweep.build_argv(run), parsed.config, _list_settings(run, parsed))
+    return checked, _locate(problems, run)
+
+
+def _list_settings(run: SweepRun, parsed: ParsedConfig) -> dict[str, Any]:
+    options = {each.name for each in iter_options(RunConfig) if each.changes_result or each.group == "evaluate"}
+    compared = parsed.explicit & (options | LENGTH_OPTIONS) - {*OWN_OPTIONS}
+    values = serialize_settings(parsed.config)
+    return {name: values[name] for name in sorted(compared)} | run.settings
 
 
 def _locate(problems: Iterable[Problem], run: SweepRun) -> list[Problem]:

@@ -1,5 +1,6 @@
 """The queue of a sweep: one run after another, each a process of its own; what is done is kept in ``sweep.json``."""
 
+import itertools
 import json
 import logging
 import os
@@ -8,13 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ...atomic_files import write_atomic
+from ...atomic_files import find_write_error, write_atomic
 from ...demo import DEMO_CONFIG_DIR
 from ...distributed.signals import STOP_FILE, can_send_signals, list_stop_signals
 from ...errors import ConfigError, UserError
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 STATE_FILE = "sweep.json"
 TRAINING_SCRIPT = DEMO_CONFIG_DIR.parent / "train_lora.py"
 WAITING, RUNNING, FINISHED, STOPPED, FAILED = "waiting", "running", "finished", "stopped", "failed"
+CAUSE_BEGIN, MAX_CAUSE_LENGTH = "train_lora: ", 300
+"""How a run begins to say why it ended, before its launcher reports that it has, and how much of it is shown."""
 POLL_SECONDS = 1.0
 MEASUREMENT_SECONDS = 10.0
 """How often the measurements of a run are read."""
@@ -42,7 +45,7 @@ class RunState:
 
     status: str = WAITING
     settings: Mapping[str, Any] | None = None
-    """The options of the sweep file with which it was started."""
+    """The options with which it was started: those of the sweep file, and those of the run file."""
     reason: str = ""
     """Why it was stopped, or how it failed."""
     seconds: float = 0.0
@@ -56,14 +59,15 @@ class RunState:
 
 
 class SweepState:
-    """The states of all runs, in a file beside them."""
+    """The states of all runs, in a file beside them; a run whose folder was removed has not begun."""
 
     def __init__(self, folder: Path):
         self.path = folder / STATE_FILE
         self.runs: dict[str, RunState] = {}
         with suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
             stored = json.loads(self.path.read_text("utf-8"))["runs"]
-            self.runs = {name: RunState(**values) for name, values in stored.items()}
+            states = {name: RunState(**values) for name, values in stored.items()}
+            self.runs = {name: state for name, state in states.items() if (folder / name).is_dir()}
 
     def get(self, name: str) -> RunState:
         return self.runs.get(name, RunState())
@@ -78,7 +82,7 @@ class SweepState:
         """Find runs that are done, or have begun, with other settings than the file has now."""
         for each in runs:
             state = self.get(each.run.name)
-            new = _normalize(each.run.settings)
+            new = _normalize(each.settings)
             if state.settings is not None and _normalize(state.settings) != new:
                 old = _normalize(state.settings)
                 names = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
@@ -90,6 +94,31 @@ def _normalize(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings as JSON returns them."""
     normalized: dict[str, Any] = json.loads(json.dumps(dict(settings)))
     return normalized
+
+
+@contextmanager
+def hold_sweep_lock(folder: Path) -> Iterator[None]:
+    """Hold the folder of a sweep inside the block; raise ``UserError`` if another sweep is training in it."""
+    if error := find_write_error(folder):
+        raise UserError(Problem("output_dir", f"cannot write to {folder}: {error}"))
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(hold_output_lock(folder, STATE_FILE))
+        except UserError as held:
+            text = f"another sweep is training the runs in {folder}, with the lock {folder / f'.{STATE_FILE}.lock'}"
+            raise UserError(Problem("output_dir", text, "wait for it, or give another output_dir")) from held
+        yield
+
+
+def read_cause(log: Path) -> str:
+    """Read what a run has said last of why it ended, from its log; empty if it has said nothing."""
+    lines = log.read_text("utf-8", "replace").replace("\r", "\n").splitlines()
+    begins = [index for index, line in enumerate(lines) if line.startswith(CAUSE_BEGIN)]
+    if not begins:
+        return ""
+    indented = itertools.takewhile(lambda line: line.startswith("  "), lines[begins[-1] + 1 :])
+    text = " ".join(line.strip() for line in indented)
+    return text if len(text) <= MAX_CAUSE_LENGTH else f"{text[:MAX_CAUSE_LENGTH]}..."
 
 
 class RunQueue:
@@ -147,7 +176,7 @@ class RunQueue:
     def _train(self, each: CheckedRun, before: RunState) -> RunState:
         """Train one run to its end, until it is hopeless, or until the sweep is asked to stop."""
         name, started_at = each.run.name, time.monotonic()
-        state = replace(before, status=RUNNING, settings=each.run.settings, reason="")
+        state = replace(before, status=RUNNING, settings=each.settings, reason="")
         self.state.set(name, state)
         process, reason, read_at = self._start(each), "", started_at
         while process.poll() is None:
@@ -168,8 +197,8 @@ class RunQueue:
             return replace(state, status=WAITING)
         if reason:
             return replace(state, status=STOPPED, reason=reason)
-        text = f"exit code {process.returncode}; the cause is at the end of {self._get_log(each)}"
-        return replace(state, status=FAILED, reason=text)
+        cause = read_cause(self._get_log(each)) or f"exit code {process.returncode}"
+        return replace(state, status=FAILED, reason=f"{cause}; see {self._get_log(each)}")
 
     def _start(self, each: CheckedRun) -> "subprocess.Popen[bytes]":
         """Start a run through ``python -m library launch``, so that it can be asked to stop."""

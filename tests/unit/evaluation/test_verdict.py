@@ -103,3 +103,25 @@ def test_a_good_step_of_a_lower_balance_is_not_said_to_be_ahead():
         "good step 1 is preferred to drifted step 2, where captions without the subject have drifted, although its "
         f"balance is lower by {-difference.value:.2f} ({-difference.high:.2f} to {-difference.low:.2f})"
     )
+
+
+def test_steps_of_which_nothing_can_be_measured_are_judged_too():
+    unknown = [FileMetrics(run, 100, f"{run}.safetensors", {}) for run in ("one", "other")]  # of one training picture
+
+    verdict = judge_steps(unknown, RESAMPLER)
+
+    assert [each.describe() for each in verdict.steps] == ["nothing to judge by"] * 2
+    assert "likeness was not measured" in verdict.format_sentence()
+
+
+def test_equal_runs_are_not_said_to_be_preferred_for_rounding():
+    likeness, copying, drift = 0.26 * 0.4, 0.5, 0.45
+    assert likeness - copying - drift - likeness + copying + drift < 0
+    values = {LIKENESS: likeness, COPYING: copying, DRIFT: drift}
+    statistics = {name: MetricStatistic(MeanStatistic(np.full((1, 2), each)), name) for name, each in values.items()}
+
+    verdict = judge_steps([FileMetrics(run, 100, "", statistics) for run in ("one", "other")], RESAMPLER)
+
+    assert str(verdict.comparisons[0]) == (
+        "one step 100 is ahead of other step 100 by 0.00 (-0.00 to -0.00), which may be chance"
+    )

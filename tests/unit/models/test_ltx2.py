@@ -5,9 +5,11 @@ import torch
 from family_cases import build_case
 from torch import nn
 
+from library.config import RunConfig
 from library.dataloader.sample_prompts import Prompt
 from library.models.families.ltx2 import FACTS, LTX2
 from library.models.model_configs import ModelError, build_bundled_reader, load_bundled_config
+from library.training.full_weights import list_trained_names
 
 __all__ = ["build_case"]  # a fixture
 
@@ -23,6 +25,8 @@ def test_exactly_the_layers_of_sound_get_no_gradient(name, build_case):
     idle = {each for each, layer in layers.items() if layer.weight.grad is None}
     assert idle == layers.keys() & {*family.get_unused_layers(denoiser)}
     assert 0 < len(idle) < len(layers)
+    weights = {each for each, weight in denoiser.named_parameters() if weight.grad is not None}
+    assert {*list_trained_names(RunConfig().adapter, family, "transformer", denoiser)} == weights
 
 
 @pytest.mark.slow

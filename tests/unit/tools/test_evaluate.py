@@ -47,6 +47,18 @@ def evaluate(capsys, *words: object) -> tuple[int, str, str]:
     return code, captured.out, captured.err
 
 
+def test_the_documented_command_for_recorded_runs_names_runs(capsys, tmp_path, monkeypatch):
+    text = (ROOT / "docs" / "evaluate.md").read_text("utf-8")
+    (command,) = (line for line in text.splitlines() if line.startswith("    ") and "--recorded" in line)
+    monkeypatch.chdir(tmp_path)
+
+    code, _, error = evaluate(capsys, *command.partition(" evaluate ")[2].split())
+
+    assert code == 2
+    assert all(f"  output/{name}: " in error for name in ("rank8", "rank16"))
+    assert len(error.splitlines()) == 3  # and no other problem
+
+
 def test_all_problems_are_reported_at_once_before_a_model_is_loaded(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("library.models.base.Family.load", lambda *_, **__: pytest.fail("a model was loaded"))
     (tmp_path / "broken.safetensors").write_bytes(b"nothing")

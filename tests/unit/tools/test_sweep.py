@@ -16,7 +16,10 @@ from library.cli import run_tool
 from library.evaluation.file_metrics import COPYING, DRIFT, LIKENESS, MetricStatistic
 from library.evaluation.recorded_steps import RecordedStep
 from library.evaluation.seed_bootstrap import MeanStatistic, Resampler
+from library.tools.sweeps.check_runs import check_sweep
 from library.tools.sweeps.early_stopping import Measurements, ValidatedStep, find_hopeless_reason
+from library.tools.sweeps.run_queue import FINISHED, RunState, SweepState, hold_sweep_lock, read_cause
+from library.tools.sweeps.sweep_file import read_sweep
 
 DATASET = str(ROOT / "dataset_configs" / "demo_evaluate.toml")
 
@@ -125,6 +128,62 @@ def wait_for(condition) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.2)
+
+
+def plant_finished_run(path: Path) -> Path:
+    """Record that the first run of a sweep has finished with the settings that its files have now."""
+    sweep_file = read_sweep(path)
+    checked = check_sweep(sweep_file)[0]
+    folder = sweep_file.get_folder(checked.run)
+    folder.mkdir(parents=True)
+    SweepState(sweep_file.output_dir).set(checked.run.name, RunState(FINISHED, checked.settings))
+    return folder
+
+
+@pytest.mark.slow
+def test_a_finished_run_whose_run_file_has_changed_is_refused_until_its_folder_is_removed(tmp_path, capsys):
+    base, path = tmp_path / "base.toml", write_sweep(tmp_path)
+    base.write_text("network_dim = 4\nlogging_dir = 'a'\n")
+    path.write_text(f"config_file = '{base}'\n{path.read_text()}")
+    folder = plant_finished_run(path)
+
+    base.write_text("network_dim = 4\nlogging_dir = 'b'\n")  # which changes no weights
+    assert sweep(capsys, path, "--compare_only")[0] == 0
+    base.write_text("network_dim = 8\nmax_train_epochs = 2\n")
+    path.write_text(path.read_text().replace("max_train_steps = 4\n", ""))
+    code, _, error = sweep(capsys, path, "--compare_only")
+    assert code == 2
+    names = "max_train_epochs, max_train_steps, network_dim"
+    assert f"run {folder.name} was finished with another {names}; give another output_dir, or remove" in error
+    folder.rmdir()
+    assert sweep(capsys, path, "--compare_only")[0] == 0
+
+
+def test_the_cause_of_a_failed_run_is_what_it_said_last(tmp_path):
+    log = tmp_path / "a.log"
+    log.write_text("training 3/9\rtrain_lora: stopped.\n  --old: a\n")
+    begins = "train_lora: stopped. 2 problems:\n  --network_dim: too large\n  --seed: is negative\n"
+    log.write_text(f"{log.read_text()}{begins}(accelerate launch reports below)\nTraceback\n  File x\n")
+
+    assert read_cause(log) == "--network_dim: too large --seed: is negative"
+    log.write_text("Killed\n")
+    assert read_cause(log) == ""
+
+
+@pytest.mark.slow
+def test_two_sweeps_do_not_train_in_one_folder_at_once(tmp_path, capsys):
+    path = write_sweep(tmp_path)
+    folder = plant_finished_run(path)
+
+    with hold_sweep_lock(tmp_path / "out"):
+        code, _, error = sweep(capsys, path, "--continue_run", folder.name)
+        assert code == 2
+        assert f"another sweep is training the runs in {tmp_path / 'out'}" in error
+        assert sweep(capsys, path, "--compare_only")[0] == 0
+    assert "no run" in sweep(capsys, path, "--continue_run", folder.name)[2]
+    (tmp_path / "file").write_text("")
+    path.write_text(path.read_text().replace(f"{tmp_path / 'out'}", f"{tmp_path / 'file' / 'out'}"))
+    assert "cannot write to" in sweep(capsys, path)[2]
 
 
 @pytest.mark.slow
