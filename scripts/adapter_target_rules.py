@@ -120,8 +120,18 @@ RULES: Mapping[str, Mapping[str, TargetRule]] = {
     },
 }
 
-_MUSUBI_PATTERN = "musubi-tuner means to leave out the modulation, but its pattern `_mod_` matches no name;"
-REASONS: Mapping[str, str] = {}
+REASONS: Mapping[str, str] = {
+    **dict.fromkeys(
+        QWEN_FAMILIES,
+        "without the modulation, as musubi-tuner means it: its pattern `_mod_` matches no name; "
+        "`train_modulation=True` trains it",
+    ),
+    "krea2": "as musubi-tuner, without the 12 weights of the layer that mixes the text encoder's layers",
+    "kolors": "as Stable Diffusion XL in sd-scripts, whose UNet it has",
+    "cogview4": "as in CogKit, the trainer of its authors",
+    "hidream": "image and text alike; an expert would get a gradient only from the tokens that choose it",
+    "ltx_video095": "as in diffusion-pipe",
+}
 """Why a family is trained otherwise here than by the other trainers, or than by the one that it follows."""
 
 
