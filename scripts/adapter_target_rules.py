@@ -1,9 +1,9 @@
 """The layers that other trainers adapt by default, as patterns of module names, for ``adapter_target_table``.
 
 Each rule is what a trainer does if its user sets no layers: classes of blocks and patterns that it has, or the names
-that it gives to peft.  The sources were read in 2026: sd-scripts (networks/), musubi-tuner (src/musubi_tuner/networks/),
-ai-toolkit (toolkit/lora_special.py and ``get_transformer_block_names`` of its models, ``transformer_only``), and
-SimpleTuner (``DEFAULT_LORA_TARGET`` of its models).
+that it gives to peft.  They are in networks/ of sd-scripts and musubi-tuner, toolkit/lora_special.py (with
+``transformer_only``) and ``get_transformer_block_names`` of ai-toolkit, and ``DEFAULT_LORA_TARGET`` of SimpleTuner, as
+of the summer of 2026.
 """
 
 import re

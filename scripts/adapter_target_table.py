@@ -34,6 +34,8 @@ KINDS = {
     "others": "",
 }
 """Kinds of layers, and patterns of their names in diffusers; the first that matches counts."""
+CLIP_LAYERS = r"\.(self_attn|mlp)\."
+"""The layers of CLIP encoders that sd-scripts adapts, used or not."""
 
 
 @dataclass(frozen=True)
@@ -135,12 +137,10 @@ def _iter_text_cells(name: str, facts: FamilyFacts) -> Iterator[str]:
     encoders = [part for part in facts.lora.text_encoders if part != facts.text.t5_encoder]
     family, pipe = load_on_meta(name, (facts.denoiser_name, *encoders))
     parts = [
-        part
-        for part in select_target_components(AdapterConfig(), OptimConfig(), family, pipe)
-        if part.is_text_encoder
+        part for part in select_target_components(AdapterConfig(), OptimConfig(), family, pipe) if part.is_text_encoder
     ]
     yield " + ".join(f"{len(find_target_layers(part))} of `{part.name}`" for part in parts)
-    counts = [sum(bool(re.search(r"\.(self_attn|mlp)\.", layer)) for layer in list_layers(part.model)) for part in parts]
+    counts = [sum(re.search(CLIP_LAYERS, layer) is not None for layer in list_layers(part.model)) for part in parts]
     yield " + ".join(map(str, counts))
 
 
