@@ -21,7 +21,7 @@ from ..distributed.validate_launch import validate_parallelism
 from ..distributed.world import World
 from ..models.detect import DetectedModel
 from ..models.families import FAMILIES
-from ..optim.validate_optimizer import validate_elementwise_optimizer, validate_optimizer
+from ..optim.validate_optimizer import validate_elementwise_optimizer, validate_fused_optimizer, validate_optimizer
 from ..parallel.deepspeed.engine import DeepSpeedStrategy
 from ..problems import Problem
 from ..training.validate_model import load_denoiser_on_meta, validate_model_parallel, validate_quantize_offload
@@ -149,6 +149,7 @@ class LayoutFinder:
         if layout.config.full.fused_backward_pass:
             size, precision = layout.world_size, layout.config.distributed.mixed_precision or "no"
             yield from validate_fused_launch(layout.config, size, "", precision)
+            yield from validate_fused_optimizer(layout.config.optim)
 
     def _build_layout(self, name: str, options: Mapping[str, Any]) -> ParallelLayout:
         defaults = dict.fromkeys(LAYOUT_OPTIONS) | dict.fromkeys(SIZE_OPTIONS, 1)

@@ -110,6 +110,8 @@ def _count_synchronized_bytes(layout: ParallelLayout, run: MetaRun) -> float:
     sent = count_all_reduce_bytes(trainable_bytes, layout.world_size)
     if run.adapter is None and (layout.sharding is not None or (layout.zero is not None and layout.zero.stage == 3)):
         sent /= 2  # a reduce-scatter
+    if run.adapter is None and layout.sharding is not None and layout.sharding.offload_params:
+        sent += 2 * trainable_bytes / layout.sharding.dp_shard  # to host memory, where the optimizer steps, and back
     if layout.zero is not None and layout.zero.offload_optimizer_device:
         sent += 2 * trainable_bytes / layout.world_size
     return sent

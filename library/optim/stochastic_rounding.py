@@ -155,5 +155,10 @@ def split_by_size(
 
 
 def _is_moment(value: object, weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a value of the state has an element for each of the weight."""
-    return isinstance(value, Tensor) and value.dtype == dtype and value.dim() > 0 and value.shape == weight.shape
+    """Whether a value of the state has an element for each of the weight, and is not one that bitsandbytes pages.
+
+    Paged state has memory of its own, which the device and the host share, and stays there in float32.
+    """
+    if not isinstance(value, Tensor) or getattr(value, "is_paged", False):
+        return False
+    return value.dtype == dtype and value.dim() > 0 and value.shape == weight.shape

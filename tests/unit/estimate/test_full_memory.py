@@ -7,6 +7,7 @@ from support.measured_memory import estimate_full_step, load_config, measure_ful
 from torch import nn
 
 from library.config.schema_optim import OptimConfig
+from library.estimate.advice import estimate_layout
 from library.estimate.full_search import CHANGES, FullSearch
 from library.estimate.full_training import count_collected_bytes
 from library.estimate.meta_run import LargestBatch
@@ -108,3 +109,19 @@ def test_what_is_advised_for_full_training_changes_as_little_as_possible():
     assert least.options["optimizer_type"] == "Adafactor" and least.options["full_bf16"]
     kept = FullSearch(finder, runs, devices, lambda layout: not layout.options, may_change_optimizer=False)
     assert "optimizer_type" not in kept.find_smallest().options
+
+
+@pytest.mark.slow
+def test_an_optimizer_on_the_host_is_slower_and_one_of_a_single_step_size_is_not_fused():
+    pytest.importorskip("pytorch_optimizer")
+    config, explicit, model = load_config(*FULL, "random:sdxl:tiny", "--optimizer_type", "AdamW")
+    runs, devices = MetaRuns(model, LargestBatch((64, 64), ("an image",))), Devices(2, 2**40)
+    layouts = {each.name: each for each in LayoutFinder(config, explicit, model, 2).find_layouts()[0]}
+    names = ("FSDP 2", "FSDP 2, CPU offload")
+    found = [estimate_layout(layouts[name], runs.get(layouts[name]), runs, devices, savings={}) for name in names]
+    assert found[0].images_per_second > found[1].images_per_second
+
+    config, explicit, model = load_config(*FULL, "random:sdxl:tiny", "--optimizer_type", "Prodigy")
+    search = FullSearch(LayoutFinder(config, explicit, model, 1), runs, Devices(1, 2**40))
+    allowed = [options for options, found in search._iter_searches() if found.candidates]
+    assert {} in allowed and not any(options.get("fused_backward_pass") for options in allowed)

@@ -151,6 +151,19 @@ def test_copies_in_float32_are_freed_when_the_weights_are_rounded(is_divisible):
 
 
 @pytest.mark.quick
+def test_state_that_bitsandbytes_pages_to_host_memory_stays_there():
+    (weight,) = build_weights((12, 7))
+    optimizer, rounding = build_step("SGD", [weight], arguments=("momentum=0.9",))
+    step, paged = PartialStep(optimizer, rounding), torch.zeros(12, 7)
+    paged.is_paged = True  # as bitsandbytes marks its buffers
+    optimizer.state[weight]["momentum_buffer"] = paged
+    weight.grad = torch.full_like(weight, 1 / 3)
+    step.start(0)
+    step.update([weight])
+    assert optimizer.state[weight]["momentum_buffer"] is paged and bool((paged == weight.grad).all())
+
+
+@pytest.mark.quick
 def test_positions_of_a_part_are_those_in_the_whole_weight():
     whole = torch.arange(6 * 4).view(6, 4)
     for layout in (WeightLayout(0, ((1, 2), (4, 1)), whole.shape), WeightLayout(1, ((2, 2),), whole.shape)):
