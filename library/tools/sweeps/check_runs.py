@@ -104,7 +104,7 @@ def _list_settings(run: SweepRun, parsed: ParsedConfig) -> dict[str, Any]:
     options = {each.name for each in iter_options(RunConfig) if each.changes_result or each.group == "evaluate"}
     compared = parsed.explicit & (options | LENGTH_OPTIONS) - {*OWN_OPTIONS}
     values = serialize_settings(parsed.config)
-    return {name: values[name] for name in sorted(compared)} | run.settings
+    return {**{name: values[name] for name in sorted(compared)}, **run.settings}
 
 
 def _locate(problems: Iterable[Problem], run: SweepRun) -> list[Problem]:
