@@ -60,6 +60,8 @@ def add_token_vectors(modules: TrainableModules, config: RunConfig, family: Fami
     saved = read_saved_vectors(adapter, family.facts)
     if saved is not None:
         logger.info("%s: the vectors start from those of %s", saved.option, saved.path)
+        if adapter.init_word:  # which embedding_weights excludes, and a LoRA file only if it has vectors
+            logger.warning("no effect on this run: --init_word (%s has the vectors)", saved.path)
     for name in names:
         encoder, tokenizer = getattr(pipe, name), get_tokenizer(pipe, name)
         if name not in dict(modules.named_children()):

@@ -219,7 +219,7 @@ def test_a_run_begins_with_any_image_also_one_whose_caption_lacks_the_word(seed,
     assert read_files(tmp_path)
 
 
-def test_vectors_start_from_those_of_the_word_in_a_lora_file(tmp_path):
+def test_vectors_start_from_those_of_the_word_in_a_lora_file(tmp_path, caplog):
     """Also where that file is given as embedding_weights; those of another word are none of this one."""
     bundled = {f"bundle_emb.{word}.clip_l": torch.randn(3, 64) for word in ("mytoken", "mytoken2")}
     save_file(bundled, path := tmp_path / "lora.safetensors")
@@ -227,6 +227,8 @@ def test_vectors_start_from_those_of_the_word_in_a_lora_file(tmp_path):
         _, _, modules = load_extended(get_tiny_sd1_folder(), "--train", "lora", option, str(path))
         (vectors,) = (each for each in modules.parameters() if each.requires_grad)
         assert torch.equal(vectors, bundled["bundle_emb.mytoken.clip_l"])
+        assert ("no effect on this run: --init_word" in caplog.text) == (option == "--network_weights")
+        caplog.clear()
     adapter = parse_config([*TOKEN, "--train", "lora", "--network_weights", str(path)]).config.adapter
     facts = FAMILIES.get("sd1").facts
     assert read_saved_vectors(adapter, facts) is not None

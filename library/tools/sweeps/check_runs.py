@@ -1,6 +1,7 @@
 """Check every run of a sweep before the first one starts, and complete its settings: caches and evaluation."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from ...evaluation.pictures import find_unsupported_reason
 from ...models.base import Family
 from ...models.detect import detect_model
 from ...models.families import FAMILIES
-from ...problems import Problem, dedupe_problems, locate_problems
+from ...problems import Place, Problem, dedupe_problems, locate_problems
 from ...training.preflight import (
     RunFacts,
     check_run_settings,
@@ -55,7 +56,20 @@ def check_sweep(sweep: Sweep) -> list[CheckedRun]:
         checked.append(found)
     if any(by_run.values()):
         raise ConfigError(_scope_problems(by_run))
+    if equal := list(_find_equal_runs(sweep, checked)):
+        raise ConfigError(equal)
     return checked
+
+
+def _find_equal_runs(sweep: Sweep, runs: Sequence[CheckedRun]) -> Iterator[Problem]:
+    """Find runs with the settings of another, also where one writes a default or another spelling of a number."""
+    first = dict[str, str]()
+    for each in runs:
+        settings = {name: value for name, value in serialize_settings(each.config).items() if name not in OWN_OPTIONS}
+        name = first.setdefault(json.dumps(settings, sort_keys=True), each.run.name)
+        if name != each.run.name:
+            text = f"runs {name} and {each.run.name} have the same settings"
+            yield Problem("", text, "remove one", Place(str(sweep.path)))
 
 
 def _scope_problems(by_run: Mapping[str, Sequence[Problem]]) -> list[Problem]:
@@ -95,7 +109,8 @@ def _list_settings(run: SweepRun, parsed: ParsedConfig) -> dict[str, Any]:
 
 def _locate(problems: Iterable[Problem], run: SweepRun) -> list[Problem]:
     """Name the sweep file, line and key instead of the flag that they become."""
-    return dedupe_problems(locate_problems(problems, run.places))
+    flags = {f"no-{name}": place for name, place in run.places.items()}  # of a value false
+    return dedupe_problems(locate_problems(problems, {**flags, **run.places}))
 
 
 def _find_idle_axes(run: SweepRun, parsed: ParsedConfig) -> list[Problem]:

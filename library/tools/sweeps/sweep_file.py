@@ -17,6 +17,7 @@ network_dim = 64
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,8 +40,20 @@ DEFAULTS: Mapping[str, Any] = {
 """The keys of the file besides its tables, with their defaults."""
 
 TABLES = ("settings", "axes", "runs")
-OWN_OPTIONS = ("config_file", "output_dir", "output_name", "auto_resume", "resume", "overwrite", "initial_step")
+OWN_OPTIONS = (
+    "config_file",
+    "output_dir",
+    "output_name",
+    "auto_resume",
+    "resume",
+    "overwrite",
+    "initial_step",
+    "dry_run",
+)
 """Options that the sweep sets itself, or that make no sense for all runs."""
+
+RESERVED_NAMES = ("sweep.json", "evaluation.json", "evaluation.txt", "evaluation.png")
+"""Files of the sweep, beside the folders of the runs."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +169,8 @@ class _Reader:
                 text = f"expected a text of letters, digits, points, - and _, got {name!r}"
                 self.report(["runs", number, "name"], text)
                 name = ""
+            elif name.casefold() in RESERVED_NAMES:
+                self.report(["runs", number, "name"], f"{name} is a file of the sweep", "take another name")
             found.append((number, name, values))
         return found
 
@@ -171,8 +186,9 @@ def read_sweep(path: Path) -> Sweep:
     if len(runs) > MAX_RUNS:
         text = f"{len(runs)} runs, more than {MAX_RUNS}"
         reader.problems.append(Problem("", text, "take fewer values, or several sweeps", Place(str(path))))
-    for name in sorted({run.name for run in runs if sum(each.name == run.name for each in runs) > 1}):
-        reader.problems.append(Problem("", f"two runs are named {name}", "give them names", Place(str(path))))
+    counts = Counter(run.name.casefold() for run in runs)  # which are folders, of file systems without cases, too
+    for name in sorted({run.name for run in runs if counts[run.name.casefold()] > 1}):
+        reader.problems.append(Problem("", f"several runs are named {name}", "give them names", Place(str(path))))
     if reader.problems:
         raise ConfigError(reader.problems)
     output_dir = Path(values["output_dir"] or Path("output") / path.stem).expanduser()
@@ -191,23 +207,44 @@ def _build_runs(reader: _Reader, settings: Mapping[str, Any], axes: Mapping[str,
     """Build the runs of the grid, the last axis fastest, and then those that are listed."""
     shared = {name: reader.locate("settings", name) for name in settings}
     places = shared | {name: reader.locate("axes", name) for name in axes}
-    for combination in itertools.product(*axes.values()) if axes else ():
-        values = dict(zip(axes, combination, strict=True))
-        yield SweepRun(name_run(values), {**settings, **values}, places, frozenset(axes))
-    for number, name, values in reader.read_single_runs():
+    named = [list(zip(values, _name_values(values), strict=True)) for values in axes.values()]
+    for combination in itertools.product(*named) if axes else ():
+        values = {axis: value for axis, (value, _) in zip(axes, combination, strict=True)}
+        words = {axis: word for axis, (_, word) in zip(axes, combination, strict=True)}
+        yield SweepRun(_join_name(words), {**settings, **values}, places, frozenset(axes))
+    single = reader.read_single_runs()
+    for name in settings.keys() & axes.keys() if not single else ():
+        reader.report(["settings", name], "has no effect: it is an axis, too", "remove it")
+    for number, name, values in single:
         own = {key: reader.locate("runs", number, key) for key in values}
         yield SweepRun(name or name_run(values) or "base", {**settings, **values}, shared | own)
 
 
 def name_run(values: Mapping[str, Any]) -> str:
     """Name a run by what it sets: ``network_dim-8_learning_rate-0.0001``."""
-    name = "_".join(f"{key}-{_name_value(value)}" for key, value in values.items())
+    return _join_name({key: _name_value(value) for key, value in values.items()})
+
+
+def _join_name(words: Mapping[str, str]) -> str:
+    name = "_".join(f"{key}-{word}" for key, word in words.items())
     if len(name) <= MAX_NAME_LENGTH:
         return name
-    return "_".join(_name_value(value) for value in values.values())[:MAX_NAME_LENGTH].rstrip("._-")
+    return "_".join(words.values())[:MAX_NAME_LENGTH].strip("._-")
+
+
+def _name_values(values: Sequence[Any]) -> list[str]:
+    """Name the values of an axis; files of one name in several folders are named with their folders."""
+    words = [_name_value(value) for value in values]
+    if len({word.casefold() for word in words}) == len(words):
+        return words
+    return [_clean(value) if isinstance(value, str) else word for value, word in zip(values, words, strict=True)]
 
 
 def _name_value(value: Any) -> str:
+    if isinstance(value, float):
+        return str(value).replace("+", "")  # 1e+30 is not 1e-30
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
     if isinstance(value, list):
         return "-".join(map(_name_value, value))
     if isinstance(value, str) and ("/" in value or "\\" in value or value.endswith((".toml", ".json"))):

@@ -70,6 +70,42 @@ def test_problems_of_options_name_key_and_line_and_the_run_that_has_them(tmp_pat
     assert len(lines) == 3
 
 
+def test_runs_have_names_of_their_own(tmp_path):
+    path = tmp_path / "names.toml"
+    path.write_text("[axes]\ndataset_config = ['cats/x.toml', 'dogs/x.toml']\nnoise_offset = [-0.1, 0.1, 1e30]\n")
+
+    assert [run.name for run in read_sweep(path).runs] == [
+        f"dataset_config-{data}-x.toml_noise_offset-{offset}"
+        for data in ("cats", "dogs")
+        for offset in ("-0.1", "0.1", "1e30")
+    ]
+
+
+def test_what_would_be_ignored_or_replaced_in_a_file_is_reported(tmp_path, capsys):
+    path = tmp_path / "bad.toml"
+    path.write_text("[settings]\ndry_run = true\nnetwork_dim = 2\n[axes]\nnetwork_dim = [4, 8]\n")
+    assert [line.strip().removeprefix(f"{path}:") for line in sweep(capsys, path)[2].splitlines()[1:]] == [
+        "2: settings.dry_run: is set by the sweep for every run; remove it",
+        "3: settings.network_dim: has no effect: it is an axis, too; remove it",
+    ]
+    path.write_text("[[runs]]\nname = 'sweep.json'\n[[runs]]\nname = 'A'\n[[runs]]\nname = 'a'\n")
+    assert [line.strip().removeprefix(f"{path}:") for line in sweep(capsys, path)[2].splitlines()[1:]] == [
+        "2: runs.name: sweep.json is a file of the sweep; take another name",
+        " several runs are named A; give them names",
+        " several runs are named a; give them names",
+    ]
+
+
+def test_runs_with_the_same_settings_and_unknown_switches_are_reported(tmp_path, capsys):
+    path = tmp_path / "bad.toml"
+    text = f"[settings]\ndataset_config = '{DATASET}'\n[axes]\nnetwork_dim = [4, 8]\n"
+    path.write_text(f"{text}[[runs]]\nname = 'again'\nnetwork_dim = 4\n")
+    assert f"{path}: runs network_dim-4 and again have the same settings; remove one" in sweep(capsys, path)[2]
+    path.write_text(f"{text}flip_augg = [true, false]\n")
+    lines = [line.strip() for line in sweep(capsys, path)[2].splitlines()[1:]]
+    assert len(lines) == 2 and all(f"{path}:5: axes.flip_augg: unknown option" in line for line in lines)
+
+
 def measure(*balances: float, basis: str = "same") -> Measurements:
     """Plant measurements of steps 100, 200, ... with these balances."""
     pictures = {}
