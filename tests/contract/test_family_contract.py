@@ -46,7 +46,7 @@ def test_a_family_passes_the_checks_of_the_program(sentence, case):
 
 
 VARIANTS = [f"{name}_from_image" for name in IMAGE_TO_VIDEO_FAMILIES]
-QUICK = ("wan", "ltx_video", "hunyuan_video15")
+QUICK = ("wan", "ltx_video")
 VIDEO_FAMILIES = [
     pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK))
     for name in (*(name for name, facts in FAMILY_FACTS.items() if facts.pipeline.frames is not None), *VARIANTS)

@@ -12,7 +12,7 @@ from library.models.families import FAMILY_FACTS, IMAGE_TO_VIDEO_FAMILIES
 __all__ = ["build_case"]  # a fixture
 VIDEO_FAMILIES = [name for name, facts in FAMILY_FACTS.items() if facts.pipeline.frames is not None]
 VARIANTS = [f"{name}_from_image" for name in IMAGE_TO_VIDEO_FAMILIES]
-QUICK = ("wan", "ltx_video", "hunyuan_video15")
+QUICK = ("wan", "ltx_video")
 CASES = [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in (*VIDEO_FAMILIES, *VARIANTS)]
 
 

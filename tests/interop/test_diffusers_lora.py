@@ -29,7 +29,7 @@ def predict(family, pipe, batch):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", ["sd1", "sd2", "sdxl"])
+@pytest.mark.parametrize("name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("sd1", "sd2")), "sdxl"])
 def test_diffusers_predicts_the_same_with_the_file_as_the_model_in_memory(name, tmp_path):
     tiny, family = TINY[name](), FAMILIES.get(name)()
     denoiser = getattr(tiny.pipe, family.facts.denoiser_name)

@@ -28,8 +28,8 @@ def build_case():
     return lambda name: copy.deepcopy(build(name))
 
 
-QUICK = tuple("built_in sd1 sd3 flux z_image qwen_image".split())
-"""The families that ``make test`` runs: one of each architecture.  The others, and variants, run with the slow tests."""
+QUICK = tuple("built_in sd1 flux qwen_image".split())
+"""The families that ``make test`` runs: UNets, and transformers with one and with two streams.  The others, and variants, run with the slow tests."""
 
 
 def list_cases(names):

@@ -14,7 +14,7 @@ from library.errors import UserError
 from library.models.families import FAMILIES
 from library.training.save_adapter import build_adapter_file
 
-QUICK_KINDS = ("LoRA", "DoRA")
+QUICK_KINDS = ("LoRA",)
 QUICK_FAMILIES = ("sdxl", "flux")
 EVERY_KIND_FAMILIES = tuple(
     (

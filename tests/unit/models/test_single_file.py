@@ -46,13 +46,13 @@ def tokenizer_cache(tmp_path_factory):
 SLOW = [
     pytest.param(name, marks=pytest.mark.slow)
     for name in (
-        *("sd2", "aura_flow", "ovis_image", "longcat_image", "qwen_image21", "hunyuan_image"),
+        *("sd2", "sd3", "z_image", "aura_flow", "ovis_image", "longcat_image", "qwen_image21", "hunyuan_image"),
         *("sd1_inpainting", "sd2_inpainting", "sdxl_inpainting", "sd1_pix2pix", "sdxl_pix2pix", "sdxl_refiner"),
     )
 ]
 
 
-@pytest.fixture(params=["sd1", "sdxl", "sd3", "z_image", "qwen_image", *SLOW])
+@pytest.fixture(params=["sd1", "sdxl", "qwen_image", *SLOW])
 def single_file(request, tokenizer_cache, tmp_path):
     """A family, a model in memory, and the same model as a single file."""
     tiny = TINY[request.param]()

@@ -56,7 +56,9 @@ def compute_gradients(task: DiffusionTask, batch: PixelBatch) -> tuple[torch.Ten
     return losses.detach(), {name: item.grad.clone() for name, item in named if item.grad is not None}
 
 
-@pytest.mark.parametrize("name", ["sd1", "sdxl", "flux", "sd3", "z_image"])
+@pytest.mark.parametrize(
+    "name", ["sd1", "flux", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sdxl", "sd3", "z_image"))]
+)
 def test_the_target_is_what_a_model_without_adapter_predicts_for_the_other_caption(name):
     batch = make_batch("a photo of Mika", "a tree")
     plain, task = build_task(name, with_adapter=False), add_preservation(build_task(name), CLASS_OF_MIKA)
