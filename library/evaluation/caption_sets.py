@@ -12,6 +12,8 @@ from ..dataloader.sample_prompts import IMAGE_SIZE_MULTIPLE, Prompt
 from ..dataloader.validation_split import settle_caption_settings
 from ..demo import COMPOSING_CAPTIONS as DEMO_COMPOSING_CAPTIONS
 from ..demo import SUBJECTS_WITHOUT_PICTURES
+from ..errors import UserError
+from ..problems import Problem
 from ..randomness import Purpose, derive_rng
 
 TRAINING, VALIDATION, COMPOSING, UNRELATED = "training", "validation", "composing", "unrelated"
@@ -70,6 +72,9 @@ class CaptionChoice:
 
 def build_caption_sets(prepared: PreparedData, choice: CaptionChoice, size_multiple: int) -> list[CaptionSet]:
     """Choose the captions of each kind; a kind without captions is left out."""
+    if any(sample.controls for sample in prepared.manifest.samples):
+        text = "its pictures are made of control images, and only captions are evaluated"
+        raise UserError(Problem("dataset_config", text, "evaluate LoRAs of captions alone"))
     size = _choose_size(prepared, size_multiple)
     subject = choice.subject or find_subject(list_training_captions(prepared))
     composing = choice.composing or _build_prompts(_compose(subject, choice), size)

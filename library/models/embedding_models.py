@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +25,9 @@ def find_embedding_problem(option: str, name: str, *, needs_texts: bool) -> Prob
     import transformers
 
     auto: Any = transformers  # whose classes have partial type hints
+    path = Path(name).expanduser()
+    if (path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1) and not path.is_dir():
+        return Problem(option, f"no such folder (looked in {path.absolute().parent})", value=name)
     try:
         config = auto.AutoConfig.from_pretrained(name)
     except (OSError, ValueError, ImportError) as error:

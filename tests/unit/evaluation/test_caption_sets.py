@@ -1,10 +1,14 @@
 """The subject is found in captions, and captions of each kind are chosen from a dataset."""
 
+from dataclasses import replace
+
 import pytest
 from data_paths import ROOT
 
 from library.config import parse_config
 from library.dataloader.prepare import prepare_data
+from library.dataset.controls import ControlImage
+from library.errors import UserError
 from library.evaluation.caption_sets import CaptionChoice, build_caption_sets, contains_subject, find_subject
 
 
@@ -63,3 +67,14 @@ def test_the_class_of_a_subject_of_several_words_is_an_unrelated_caption():
 
     assert sets["unrelated"][0][0] == "a photo of a dog"
     assert all("mika dog" in text for text, *_ in sets["composing"])
+
+
+def test_pictures_with_control_images_are_refused():
+    prepared, _ = build_demo_sets()
+    samples = [
+        replace(sample, controls=(ControlImage(sample.image, (96, 96), "hash"),))
+        for sample in prepared.manifest.samples
+    ]
+    changed = replace(prepared, manifest=replace(prepared.manifest, samples=tuple(samples)))
+    with pytest.raises(UserError, match="only captions are evaluated"):
+        build_caption_sets(changed, CaptionChoice(3), 16)

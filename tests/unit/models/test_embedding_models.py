@@ -122,6 +122,10 @@ def test_a_model_that_is_missing_or_reads_no_texts_is_one_problem(folders, tmp_p
     assert str(find_embedding_problem("text_model", dino, needs_texts=True)) == (
         f"--text_model {dino}: dinov2 has no embeddings of texts; give a CLIP or SigLIP model"
     )
+    assert str(find_embedding_problem("image_model", missing, needs_texts=False)) == (
+        f"--image_model {missing}: no such folder (looked in {tmp_path})"
+    )
+    (tmp_path / "none").mkdir()
     assert str(find_embedding_problem("image_model", missing, needs_texts=False)).startswith(
         f"--image_model {missing}: cannot be read: "
     )

@@ -82,7 +82,7 @@ def test_all_problems_are_reported_at_once_before_a_model_is_loaded(tmp_path, ca
         "dataset_config: missing; the files belong to no run",
         "prompts.txt:2: --x: unknown option",
         "unrelated_prompts: one caption",
-        f"text_model {tmp_path / 'no_model'}: cannot be read",
+        f"text_model {tmp_path / 'no_model'}: no such folder",
         "broken.safetensors: ",
     ):
         assert sum(text in line for line in lines) == 1, text
