@@ -91,6 +91,7 @@ def build_single_process_pipeline() -> PipelineStrategy:
     pipeline = PipelineStrategy.__new__(PipelineStrategy)
     pipeline.dims, pipeline.schedule, pipeline.pipeline_stage, pipeline.is_last_stage = ParallelDims(), "1f1b", 0, True
     pipeline.device, pipeline.tensor_parallel, pipeline.stage_group = torch.device("cpu"), None, None
+    pipeline._sharded = None
     return pipeline
 
 
