@@ -215,6 +215,14 @@ class ModelConfig:
         former_name="base_storage",
         former_values=(("float", "none"),),
     )
+    dequantize_base: bool = define_option(
+        False,
+        "dequantize weights that the model's files store quantized (fp8, GGUF, nf4 ...) when they are loaded, instead of"
+        " in each matmul: more memory, faster steps, the same result",
+        needs=ALWAYS,
+        changes_text_outputs=False,
+        changes_result=False,
+    )
     quantized_matmul: bool = define_option(
         False,
         "quantize_base fp8, int8: multiply in that format, with inputs and gradients that are quantized token by token,"

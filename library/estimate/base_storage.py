@@ -7,17 +7,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..parallel.block_swap import OffloadedBytes, count_block_bytes
-from ..parallel.frozen_base import find_innermost_blocks, list_experts, select_spread_indices
-from ..parallel.quantize import QuantizedWeight, can_convert_frozen_layer
+from ..parallel.frozen_base import (
+    can_store_layer,
+    find_innermost_blocks,
+    list_experts,
+    pack_weight,
+    select_spread_indices,
+    should_quantize,
+)
+from ..parallel.quantize import QuantizedWeight
 
 UNPACKING_TRAFFIC: Mapping[str, int] = {"none": 0, "fp8": 24, "int8": 24, "nf4": 4}
 """Bytes of device memory for each unpacked element.
 
 From the time of FLUX.1 with fp8 on an H100, and of the kernel of bitsandbytes for nf4 there.
 """
+GGUF_TRAFFIC = 60
+"""The same for blocks of GGUF and other formats of files, counted from the operations of Q4_K."""
 KERNELS_PER_UNPACKING = 2.5
 """Kernels that unpack one quantized weight on a GPU."""
 
@@ -37,16 +47,17 @@ class StoredBase:
     unpacking_traffic: int = 0
     """Bytes of device memory that are read and written to unpack every weight once."""
     largest_unpacked: int = 0
-    """Bytes of the largest unpacked weight, which exists while its layer computes."""
+    """Bytes of the largest weight that is unpacked only because of ``quantize_base``, while its layer computes."""
 
 
 class BlockWeights:
-    """The convertible frozen weights of a denoiser, by block, before they are quantized or swapped."""
+    """The convertible frozen weights of a denoiser, by block, as its files have them, before any is swapped."""
 
     def __init__(self, denoiser: nn.Module):
         self._experts = len(list_experts(denoiser))
         self._blocks = [_list_weights(block) for block in find_innermost_blocks(denoiser)]
         self._sizes: dict[str, list[tuple[int, int]]] = {}
+        self._packed: dict[str, list[list[QuantizedWeight]]] = {}
 
     @property
     def count(self) -> int:
@@ -59,16 +70,19 @@ class BlockWeights:
         swapped = set(select_spread_indices(self.count, blocks_to_swap))
         on_device = sum(size for index, (size, _) in enumerate(sizes) if index not in swapped)
         offloaded = [sizes[index][1] for index in sorted(swapped) if sizes[index][1]]
-        unpacked = [] if quantize_base == "none" else [weight for block in self._blocks for weight in block]
+        packed = [weight for block in self._pack(quantize_base) for weight in block if weight.quant_type != "none"]
+        plain = [] if quantize_base == "none" else [weight for block in self._blocks for weight in block]
         in_host_memory = OffloadedBytes.from_blocks(offloaded, ring_size)
         return StoredBase(
             saved_bytes=before - on_device,
             offloaded=in_host_memory,
             visited_blocks=len(offloaded) / self._experts,
             copied_bytes=self._count_copied_bytes(in_host_memory, len(offloaded)),
-            unpacked_weights=len(unpacked),
-            unpacking_traffic=UNPACKING_TRAFFIC[quantize_base] * sum(weight.numel() for weight in unpacked),
-            largest_unpacked=max((weight.nbytes for weight in unpacked), default=0),
+            unpacked_weights=len(packed),
+            unpacking_traffic=sum(
+                UNPACKING_TRAFFIC.get(weight.quant_type, GGUF_TRAFFIC) * weight.shape.numel() for weight in packed
+            ),
+            largest_unpacked=max((weight.nbytes for weight in plain if weight.quant_type == "none"), default=0),
         )
 
     def _count_copied_bytes(self, offloaded: OffloadedBytes, num_blocks: int) -> float:
@@ -79,13 +93,24 @@ class BlockWeights:
     def _count_bytes(self, quantize_base: str) -> list[tuple[int, int]]:
         """Count the bytes of each block in a format, as they are and in host memory, once."""
         if quantize_base not in self._sizes:
-            packed = [[QuantizedWeight.quantize(weight, quantize_base) for weight in block] for block in self._blocks]
             self._sizes[quantize_base] = [
-                (sum(weight.nbytes for weight in block), count_block_bytes(block)) for block in packed
+                (sum(weight.nbytes for weight in block), count_block_bytes(block)) for block in self._pack(quantize_base)
             ]
         return self._sizes[quantize_base]
 
+    def _pack(self, quantize_base: str) -> list[list[QuantizedWeight]]:
+        """The weights of each block as training keeps them."""
+        if quantize_base not in self._packed:
+            self._packed[quantize_base] = [[_round(each, quantize_base) for each in block] for block in self._blocks]
+        return self._packed[quantize_base]
 
-def _list_weights(block: nn.Module) -> list[Any]:
+
+def _round(weight: QuantizedWeight, quantize_base: str) -> QuantizedWeight:
+    if not should_quantize(weight, quantize_base):
+        return weight
+    return QuantizedWeight.quantize(torch.empty(weight.shape, dtype=weight.dtype, device="meta"), quantize_base)
+
+
+def _list_weights(block: nn.Module) -> list[QuantizedWeight]:
     layers: list[Any] = [*block.modules()]
-    return [layer.weight for layer in layers if can_convert_frozen_layer(layer)]
+    return [pack_weight(layer) for layer in layers if can_store_layer(layer)]

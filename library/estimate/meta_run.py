@@ -35,6 +35,7 @@ from ..parallel.frozen_base import is_quantized_or_offloaded, quantize_and_offlo
 from ..parallel.parallel_plan import Activations, build_parallel_plan
 from ..parallel.pipeline_stages import StageRunner
 from ..parallel.quantize import FrozenConv2d, FrozenLinear
+from ..parallel.stored_base import explain_dequantization, keep_stored_layers
 from ..parallel.tensor_parallel import TensorParallel
 from ..parallel.tensor_parallel_weights import TensorParallelWeights
 from ..training.full_weights import build_full_modules, build_full_param_groups, get_trained_dtypes
@@ -154,8 +155,7 @@ class MetaRun:
         precision = config.distributed.mixed_precision or "no"
         self.config, self._dtype = config, None if precision == "no" else MIXED_PRECISION_DTYPES[precision]
         self.family: Family = FAMILIES.get(model.family)(config.model)
-        dtypes = get_trained_dtypes(config, self.family)
-        self.pipe = load_pipeline_on_meta(self.family, model, MIXED_PRECISION_DTYPES[precision], dtypes)
+        self.pipe = self._load_pipeline(config, model, MIXED_PRECISION_DTYPES[precision])
         self._models = [part for part in self.pipe.components.values() if isinstance(part, nn.Module)]
         for part in self._models:
             part.requires_grad_(False)
@@ -195,6 +195,17 @@ class MetaRun:
         self.step = self._run_steps()
         self.sent_bytes = sum(group.sent_bytes for group in groups) / self._count_steps()
         """Bytes that a micro-batch sends to tensor- and context-parallel ranks."""
+
+    def _load_pipeline(self, config: RunConfig, model: DetectedModel, dtype: torch.dtype) -> Any:
+        """Load the model; weights that its files store quantized stay so where training keeps them."""
+        can_quantize = config.deepspeed.zero_stage != 3
+        is_kept = explain_dequantization(config.model, config.adapter, can_quantize=can_quantize) is None
+        dtypes = get_trained_dtypes(config, self.family)
+        pipe = load_pipeline_on_meta(self.family, model, dtype, dtypes, keeps_stored=is_kept)
+        for name in self.family.facts.pipeline.denoisers:
+            if isinstance(denoiser := getattr(pipe, name, None), nn.Module):
+                keep_stored_layers(denoiser, config.model.quantize_base)
+        return pipe
 
     def run_again(self, config: RunConfig) -> "MetaRun":
         """Run a step with other checkpointing, and with the base weights stored otherwise, on the same modules.
@@ -465,7 +476,7 @@ class MetaRun:
         return tuple(controls)
 
     def _quantize_and_fuse(self, config: RunConfig, precision: str) -> None:
-        if is_quantized_or_offloaded(config.model, config.train):
+        if is_quantized_or_offloaded(config.model, config.train, self.denoiser):
             self._store_denoiser(config)
         if not config.distributed.torch_compile:
             fuse_layers(self.trained, config.distributed, config.train, precision)

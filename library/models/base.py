@@ -65,16 +65,18 @@ class Family(ABC):
         *,
         pipe: Any = None,
         device: torch.device | None = None,
+        keeps_stored: bool = False,
     ) -> Any:
         """Load ``components`` (default: all) directly to dtype and device (default: CPU); the VAE is always float32.
 
         With ``pipe``, the components are added to that pipeline.  So the text encoders can be loaded, used and freed
-        (set to None) before the denoiser is loaded.
+        (set to None) before the denoiser is loaded.  With ``keeps_stored``, layers of the denoiser that its files store
+        quantized stay empty, for ``keep_stored_layers``; else they are dequantized.
         """
         from .loading import load_pipeline
 
         names = self.facts.components if components is None else components
-        return load_pipeline(self, model, dtype, names, pipe=pipe, device=device)
+        return load_pipeline(self, model, dtype, names, pipe=pipe, device=device, keeps_stored=keeps_stored)
 
     @property
     def experts(self) -> NoiseExperts | None:

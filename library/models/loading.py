@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from diffusers.utils import logging as diffusers_logging
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import SafetensorError
 from torch import nn
 from transformers.utils import logging as transformers_logging
@@ -88,6 +89,7 @@ def _load_quantized_component(
     dtype: torch.dtype,
     device: torch.device | None,
     local_files_only: bool,
+    keeps_stored: bool = False,
 ) -> Any:
     """Load a component that a folder or hub repository stores quantized, without the library that quantized it."""
     root = Path(path_or_id)
@@ -101,9 +103,16 @@ def _load_quantized_component(
     if not files:
         raise ValueError("it has no .safetensors weights; pickles (.bin) can run code and are never read")
     config = {key: value for key, value in config.items() if key != QUANTIZATION}
-    weights, conversion = read_file_weights(files), KeyConversion()
+    weights = read_file_weights(files, device=device)
     return build_component(
-        component_class, config, weights, prefix="", dtype=dtype, device=device, conversion=conversion
+        component_class,
+        config,
+        weights,
+        prefix="",
+        dtype=dtype,
+        device=device,
+        conversion=KeyConversion(),
+        keeps_stored=keeps_stored,
     )
 
 
@@ -117,6 +126,7 @@ def load_pipeline(
     components: Sequence[str],
     pipe: Any,
     device: torch.device | None,
+    keeps_stored: bool = False,
 ) -> Any:
     """Load a pipeline with these components and the scheduler, or add them to ``pipe``; see ``Family.load``."""
     if not isinstance(model, DetectedModel):
@@ -126,8 +136,9 @@ def load_pipeline(
     loaded: dict[str, Any] = {}
     local_files_only = _uses_hub(model) and not is_hub_reachable()
     logger.info("loading %s of %s", ", ".join(components), model.path_or_id)
-    if model.stored_formats and family.facts.denoiser_name in components:
-        _report_stored_formats(model, dtype, family.model_config.quantize_base)
+    if model.stored_formats and family.facts.denoiser_name in components and not keeps_stored:
+        formats, dtype_name = ", ".join(model.stored_formats), str(dtype).removeprefix("torch.")
+        logger.info("its weights are stored in %s and dequantized to %s", formats, dtype_name)
     for name in components:
         with _raise_config_error(model, name), disable_progress_bars():
             # Older VAEs overflow in half precision; they are small and run once per image.
@@ -142,6 +153,7 @@ def load_pipeline(
                 dtype=precision,
                 device=device,
                 local_files_only=local_files_only,
+                keeps_stored=keeps_stored and name in family.facts.pipeline.denoisers,
             )
             if name == family.facts.denoiser_name:
                 prepare_denoiser(family, loaded[name])
@@ -154,21 +166,17 @@ def load_pipeline(
     return merged
 
 
-def _report_stored_formats(model: DetectedModel, dtype: torch.dtype, quantize_base: str) -> None:
-    """Say what becomes of weights that are stored quantized."""
-    formats, name = ", ".join(model.stored_formats), str(dtype).removeprefix("torch.")
-    if quantize_base == "none":
-        logger.info("its weights are stored in %s and dequantized to %s", formats, name)
-    else:
-        logger.warning("its weights are stored in %s; quantize_base %s rounds them again", formats, quantize_base)
-
-
 def load_pipeline_on_meta(
-    family: "Family", model: DetectedModel, dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None
+    family: "Family",
+    model: DetectedModel,
+    dtype: torch.dtype,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+    *,
+    keeps_stored: bool = False,
 ) -> Any:
     """Build the whole pipeline on the meta device: shapes and dtypes without weights.
 
-    ``dtypes`` are those of components that have another one than ``dtype``.
+    ``dtypes`` are those of components that have another one than ``dtype``; ``keeps_stored``: see ``Family.load``.
     """
     read = get_config_reader(model)
     index = read_required(read, "model_index.json")
@@ -189,7 +197,12 @@ def load_pipeline_on_meta(
                     local_files_only=local_files_only,
                 )
                 continue
-            component = build_empty_model(component_class, read_required(read, f"{name}/config.json"))
+            component = None
+            if keeps_stored and model.stored_formats and name in family.facts.pipeline.denoisers:
+                loaded_as = (dtypes or {}).get(name, dtype)
+                component = _load_stored_on_meta(family, model, read, component_class, component=name, dtype=loaded_as)
+            if component is None:
+                component = build_empty_model(component_class, read_required(read, f"{name}/config.json"))
         if name == family.facts.denoiser_name:
             prepare_denoiser(family, component)
         loaded_dtype = torch.float32 if name in family.facts.image_encoders else (dtypes or {}).get(name, dtype)
@@ -200,6 +213,27 @@ def load_pipeline_on_meta(
     pipe = _build_pipeline(family.get_pipeline_class(), index, loaded)
     family.configure_pipeline(pipe, read)
     return pipe
+
+
+def _load_stored_on_meta(
+    family: "Family", model: DetectedModel, read: ConfigReader, component_class: Any, component: str, dtype: torch.dtype
+) -> Any:
+    """Load a denoiser as its files store it, without values; None if they are on the hub alone."""
+    try:
+        return _load_component(
+            family,
+            model,
+            read,
+            component_class=component_class,
+            component=component,
+            dtype=dtype,
+            device=torch.device("meta"),
+            local_files_only=True,
+            keeps_stored=True,
+        )
+    except LocalEntryNotFoundError:
+        logger.info("%s is not downloaded yet, so its %s counts as dequantized", model.path_or_id, component)
+        return None
 
 
 def load_components_on_meta(model: DetectedModel, components: Sequence[str]) -> Any:
@@ -255,6 +289,7 @@ def _load_component(
     dtype: torch.dtype,
     device: torch.device | None,
     local_files_only: bool,
+    keeps_stored: bool = False,
 ) -> Any:
     """Load one component from its own source, the model's single file, the model's folder, or at random."""
     separate = model.component_sources.get(component)
@@ -263,7 +298,12 @@ def _load_component(
         config = None if is_tokenizer(component) else _read_component_config(separate, component, read)
         if config is not None and QUANTIZATION in config:
             return _load_quantized_component(
-                component_class, *place, dtype=dtype, device=device, local_files_only=local_files_only
+                component_class,
+                *place,
+                dtype=dtype,
+                device=device,
+                local_files_only=local_files_only,
+                keeps_stored=keeps_stored,
             )
         return load_pretrained_component(
             component_class, *place, dtype=dtype, device=device, local_files_only=local_files_only
@@ -292,6 +332,7 @@ def _load_component(
         dtype=dtype,
         device=device,
         conversion=conversion,
+        keeps_stored=keeps_stored,
     )
 
 

@@ -61,11 +61,19 @@ def load_single_file_component(
     dtype: torch.dtype,
     device: torch.device | None,
     conversion: KeyConversion,
+    keeps_stored: bool = False,
 ) -> Any:
     """Build a component from its config and load its weights; its keys in the file may have one of ``prefixes``."""
-    prefix, weights = _read_weights(path, prefixes)
+    prefix, weights = _read_weights(path, prefixes, device)
     return build_component(
-        component_class, config, weights, prefix=prefix, dtype=dtype, device=device, conversion=conversion
+        component_class,
+        config,
+        weights,
+        prefix=prefix,
+        dtype=dtype,
+        device=device,
+        conversion=conversion,
+        keeps_stored=keeps_stored,
     )
 
 
@@ -77,12 +85,16 @@ def build_component(
     dtype: torch.dtype,
     device: torch.device | None,
     conversion: KeyConversion,
+    keeps_stored: bool = False,
 ) -> Any:
-    """Build a component from its config and weights that were read, whose keys have this prefix."""
+    """Build a component from its config and weights that were read, whose keys have this prefix.
+
+    ``keeps_stored``: see ``load_tensors``.
+    """
     model = build_empty_model(component_class, config)
     try:
         converted = convert_weights(model, weights, prefix, conversion)
-        missing = load_tensors(model, converted, dtype, device)
+        missing = load_tensors(model, converted, dtype, device, keeps_stored=keeps_stored)
     except KeyError as error:
         missing = [str(error.args[0])]
     if missing:
@@ -119,8 +131,10 @@ def _rename_start(name: str, renames: Mapping[str, str], prefix: str) -> str:
     return name if start is None else f"{name[: len(name) - len(bare)]}{renames[start]}{bare[len(start) :]}"
 
 
-def _read_weights(path: str, prefixes: Sequence[str]) -> tuple[str, dict[str, Tensor | StoredWeight]]:
-    weights = read_weights(Path(path), lambda keys: select_component_keys(keys, prefixes)[1])
+def _read_weights(
+    path: str, prefixes: Sequence[str], device: torch.device | None
+) -> tuple[str, dict[str, Tensor | StoredWeight]]:
+    weights = read_weights(Path(path), lambda keys: select_component_keys(keys, prefixes)[1], device)
     return select_component_keys(weights, prefixes)[0], weights
 
 

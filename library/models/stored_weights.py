@@ -31,6 +31,11 @@ class StoredWeight:
     tensors: tuple[Tensor, ...]
     """Values; and, but for GGUF, what they are multiplied with; for nf4 and fp4 also their levels."""
 
+    @property
+    def saves_memory(self) -> bool:
+        """Whether it takes less than its weight in half precision."""
+        return sum(tensor.nbytes for tensor in self.tensors[:2]) < 2 * self.shape.numel()
+
     def to(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
         """Dequantize in float32 and cast once, as ``Tensor.to`` casts a weight."""
         return self.dequantize().to(device=device, dtype=dtype)
@@ -70,17 +75,30 @@ def join_rows(parts: Sequence[StoredWeight]) -> StoredWeight | Tensor:
     return replace(first, shape=shape, tensors=(*tensors, *first.tensors[2:]))
 
 
-def read_weights(path: Path, choose: Callable[[Iterable[str]], Iterable[str]]) -> dict[str, Tensor | StoredWeight]:
+def read_weights(
+    path: Path, choose: Callable[[Iterable[str]], Iterable[str]], device: torch.device | None = None
+) -> dict[str, Tensor | StoredWeight]:
     """Read the weights of a checkpoint whose keys ``choose`` returns, quantized ones as they are stored."""
-    return read_file_weights(list_shard_paths(path), choose)
+    return read_file_weights(list_shard_paths(path), choose, device)
 
 
 def read_file_weights(
-    paths: list[Path], choose: Callable[[Iterable[str]], Iterable[str]] = list
+    paths: list[Path], choose: Callable[[Iterable[str]], Iterable[str]] = list, device: torch.device | None = None
 ) -> dict[str, Tensor | StoredWeight]:
-    """Read weights of a checkpoint in these files."""
+    """Read weights of a checkpoint in these files; those for the meta device have no values."""
     header, file = read_files_header(paths), open_files(paths)
+    if device is not None and device.type == "meta":
+        file = MetaTensors(file.files)
     return {key: _read_weight(header, file, key) for key in choose(header.shapes)}
+
+
+class MetaTensors(CheckpointTensors):
+    """The tensors of a checkpoint without values, but for the descriptions of others."""
+
+    def get_tensor(self, key: str) -> Tensor:
+        """Return the tensor, whose values are not read from disk, on the meta device."""
+        tensor = super().get_tensor(key)
+        return tensor if ".quant_state." in key else tensor.to("meta")
 
 
 def _read_weight(header: CheckpointHeader, file: CheckpointTensors, key: str) -> Tensor | StoredWeight:
@@ -116,7 +134,9 @@ def _expand_scale(scale: Tensor, values: Tensor, key: str) -> Tensor:
     if scale.numel() % rows == 0 and scale.shape[0] == rows:
         scale = scale.reshape(rows, -1)
     elif scale.shape == (-(-rows // BLOCK_SIDE), -(-columns // BLOCK_SIDE)):  # square blocks
-        scale = scale.repeat_interleave(BLOCK_SIDE, 0)[:rows].repeat_interleave(BLOCK_SIDE, 1)[:, :columns]
+        scale = scale.repeat_interleave(BLOCK_SIDE, 0)[:rows]
+        if columns % BLOCK_SIDE:
+            scale = scale.repeat_interleave(BLOCK_SIDE, 1)[:, :columns]
     if scale.shape[0] != rows or columns % scale.shape[1]:
         raise ValueError(
             f"{key} has shape {list(scale.shape)}, which fits no weight of {rows} rows and {columns} columns"
@@ -170,7 +190,7 @@ class RowNumbers:
         """
         return {
             key: self._join(tensor)
-            if tensor.dtype is torch.int64 and tensor.numel() and tensor.max() >= FIRST_ROW
+            if tensor.dtype is torch.int64 and not tensor.is_meta and tensor.numel() and tensor.max() >= FIRST_ROW
             else tensor
             for key, tensor in converted.items()
         }

@@ -4,7 +4,7 @@ Random weights are slices of one block of random numbers at different offsets: f
 independent of the device and of which components are built.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from transformers.initialization import no_init_weights
 from ..randomness import Purpose, derive_generator, derive_seed
 from .stored_weights import StoredWeight
 
+STORED_WEIGHT = "stored_weight_of_file"
+"""The attribute of a layer without weight that has what the file stores; ``keep_stored_layers`` turns it into one."""
 _NOISE_LENGTH = 4_194_301
 """Length of the block: a prime, so that no two rows of a matrix begin at the same offset."""
 
@@ -35,11 +37,17 @@ def build_empty_model(model_class: Any, config: Mapping[str, Any]) -> Any:
 
 
 def load_tensors(
-    model: Any, tensors: Mapping[str, Tensor | StoredWeight], dtype: torch.dtype, device: torch.device | None
+    model: Any,
+    tensors: Mapping[str, Tensor | StoredWeight],
+    dtype: torch.dtype,
+    device: torch.device | None,
+    *,
+    keeps_stored: bool = False,
 ) -> list[str]:
     """Load tensors into an empty model and return the names of missing weights; unexpected tensors are ignored.
 
-    Weights that are stored quantized are dequantized.
+    Weights that are stored quantized are dequantized; with ``keeps_stored`` those of layers in lists, as blocks are,
+    are left empty, and their layers have what the file stores.
 
     Modules that diffusers keeps in float32 when it loads a folder are so here, too; ``from_single_file`` does that for
     float16 only.
@@ -57,19 +65,45 @@ def load_tensors(
             raise ValueError(
                 f"{name} has shape {list(tensor.shape)} in the file and {list(own[name].shape)} in the model"
             )
+    kept_layers = _keep_stored_weights(model, tensors, choose_dtype) if keeps_stored else set()
     state_dict = {
         name: tensor.to(device=device, dtype=choose_dtype(name, tensor))
         for name, tensor in tensors.items()
-        if name in own
+        if name in own and name not in kept_layers
     }
     model.load_state_dict(state_dict, strict=False, assign=True)
     if hasattr(model, "tie_weights"):
         model.tie_weights()
-    if device is not None:
+    if device is not None and device.type != "meta":
         for buffer in model.buffers():
             buffer.data = buffer.data.to(device)
     model.requires_grad_(True)
-    return [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if device is not None and device.type == "meta":
+        return [name for name, _ in model.named_parameters() if name not in tensors]
+    return [name for name, parameter in model.named_parameters() if parameter.is_meta and name not in kept_layers]
+
+
+def _keep_stored_weights(
+    model: Any,
+    tensors: Mapping[str, Tensor | StoredWeight],
+    choose_dtype: Callable[[str, Tensor | StoredWeight], torch.dtype],
+) -> set[str]:
+    """Give layers what the file stores of their weights, which stay empty; return the names of these weights."""
+    kept = set()
+    for name, stored in tensors.items():
+        path, _, leaf = name.rpartition(".")
+        if not isinstance(stored, StoredWeight) or leaf != "weight" or not any(map(str.isdigit, path.split("."))):
+            continue
+        try:
+            layer = model.get_submodule(path)
+        except AttributeError:  # what the file has more than the model
+            continue
+        if type(layer) in (nn.Linear, nn.Conv2d) and stored.saves_memory:
+            empty = torch.empty(stored.shape, dtype=choose_dtype(name, stored), device="meta")
+            layer.weight = nn.Parameter(empty, requires_grad=False)
+            setattr(layer, STORED_WEIGHT, stored)
+            kept.add(name)
+    return kept
 
 
 def build_random_component(

@@ -1,4 +1,8 @@
-"""Quantize the frozen base weights (``--quantize_base``), and select the blocks whose weights are offloaded."""
+"""Quantize the frozen base weights (``--quantize_base``), and select the blocks whose weights are offloaded.
+
+Weights that are kept as the model's files store them (``stored_base``) are quantized again only where that saves more
+than a quarter of their bytes.
+"""
 
 import logging
 from collections.abc import Sequence
@@ -14,11 +18,19 @@ from .quantize import FrozenLayer, QuantizedWeight, can_convert_frozen_layer, co
 from .quantized_matmul import QuantizedMatmulLinear, can_multiply_quantized
 
 logger = logging.getLogger(__name__)
+MAX_REQUANTIZED_SHARE = 0.75
+"""Stored weights are quantized again if they then have fewer than this share of their bytes."""
 
 
-def is_quantized_or_offloaded(model: ModelConfig, train: TrainConfig) -> bool:
-    """Whether any part of the base model is quantized or offloaded."""
-    return bool(train.blocks_to_swap) or model.quantize_base != "none"
+def is_quantized_or_offloaded(model: ModelConfig, train: TrainConfig, denoiser: nn.Module | None = None) -> bool:
+    """Whether any part of the base model is quantized, by an option or by its files, or offloaded."""
+    is_stored = denoiser is not None and any(isinstance(module, FrozenLayer) for module in denoiser.modules())
+    return bool(train.blocks_to_swap) or model.quantize_base != "none" or is_stored
+
+
+def can_store_layer(layer: nn.Module) -> bool:
+    """Whether the weight of a layer is quantized, or can be."""
+    return isinstance(layer, FrozenLayer) or can_convert_frozen_layer(layer)
 
 
 def quantize_and_offload_base(
@@ -37,7 +49,7 @@ def quantize_and_offload_base(
     blocks, quant_type = find_innermost_blocks(denoiser), model.quantize_base
     swapped = set(select_spread_indices(len(blocks), train.blocks_to_swap))
     experts = _number_experts(denoiser, blocks)
-    layers: list[list[Any]] = [[*filter(can_convert_frozen_layer, block.modules())] for block in blocks]
+    layers: list[list[Any]] = [[*filter(can_store_layer, block.modules())] for block in blocks]
     offloaded = OffloadedBytes.from_blocks(
         [size for index in sorted(swapped) if (size := _count_host_bytes(layers[index], quant_type))],
         train.block_swap_ring_size,
@@ -45,18 +57,19 @@ def quantize_and_offload_base(
     offloader = BlockOffloader(device, offloaded)
     bytes_before = bytes_on_device = 0
     for index, block_layers in enumerate(layers):
-        if not block_layers or (quant_type == "none" and index not in swapped):
-            continue
-        bytes_before += sum(layer.weight.nbytes for layer in block_layers)
+        if quant_type == "none" and index not in swapped:  # what its file stores quantized moves alone
+            block_layers = [layer for layer in block_layers if isinstance(layer, FrozenLayer)]
+        bytes_before += sum(pack_weight(layer).nbytes for layer in block_layers)
         if index in swapped:
             weights = [_quantize(layer, device, quant_type, nf4_kernel) for layer in block_layers]
-            for layer, fetch in zip(block_layers, offloader.offload_block(weights, experts[index]), strict=True):
-                convert_frozen_layer(layer, fetch, _select_class(layer, model))
+            fetches = offloader.offload_block(weights, experts[index]) if weights else []
+            for layer, weight, fetch in zip(block_layers, weights, fetches, strict=True):
+                convert_frozen_layer(layer, fetch, _select_class(layer, weight, model))
             continue
         for layer in block_layers:
             weight = _quantize(layer, device, quant_type, nf4_kernel)
             weight_on_base = weight.map_tensors(lambda tensor: tensor.to(base_device))
-            convert_frozen_layer(layer, weight_on_base, _select_class(layer, model))
+            convert_frozen_layer(layer, weight_on_base, _select_class(layer, weight, model))
             bytes_on_device += weight.nbytes
     count = sum(isinstance(layer, QuantizedMatmulLinear) for layer in denoiser.modules())
     if model.quantized_matmul:
@@ -75,9 +88,10 @@ def quantize_and_offload_base(
     return offloader
 
 
-def _select_class(layer: nn.Module, model: ModelConfig) -> type[FrozenLayer] | None:
+def _select_class(layer: nn.Module, weight: QuantizedWeight, model: ModelConfig) -> type[FrozenLayer] | None:
     """Select the class of a layer that multiplies in the format of its weight, or None."""
-    if model.quantized_matmul and can_multiply_quantized(layer, model.quantize_base):
+    is_in_format = weight.quant_type == model.quantize_base
+    if model.quantized_matmul and is_in_format and can_multiply_quantized(layer, weight):
         return QuantizedMatmulLinear
     return None
 
@@ -95,11 +109,30 @@ def _number_experts(denoiser: nn.Module, blocks: Sequence[nn.Module]) -> list[in
 
 
 def _count_host_bytes(layers: Sequence[Any], quant_type: str) -> int:
-    return count_block_bytes([QuantizedWeight.quantize(layer.weight.to("meta"), quant_type) for layer in layers])
+    meta = torch.device("meta")
+    return count_block_bytes([_quantize(layer, meta, quant_type, None) for layer in layers])
+
+
+def pack_weight(layer: Any) -> QuantizedWeight:
+    """Return the weight of a layer: that of its file where it is stored quantized."""
+    return layer.fetch_weight() if isinstance(layer, FrozenLayer) else QuantizedWeight.quantize(layer.weight, "none")
+
+
+def should_quantize(weight: QuantizedWeight, quant_type: str) -> bool:
+    """Whether ``quantize_base`` rounds a weight, which may be quantized already."""
+    if "none" in (quant_type, weight.quant_type):
+        return quant_type != "none"
+    rounded = QuantizedWeight.quantize(torch.empty(weight.shape, dtype=weight.dtype, device="meta"), quant_type)
+    return rounded.nbytes < MAX_REQUANTIZED_SHARE * weight.nbytes
 
 
 def _quantize(layer: Any, device: torch.device, quant_type: str, nf4_kernel: str | None) -> QuantizedWeight:
-    weight = QuantizedWeight.quantize(layer.weight.to(device), quant_type)
+    own = pack_weight(layer)
+    weight = own.map_tensors(lambda tensor: tensor.to(device))
+    if should_quantize(own, quant_type):
+        is_float = own.quant_type == "none"
+        source = weight.tensors[0] if is_float else weight.dequantize(torch.float32)
+        weight = replace(QuantizedWeight.quantize(source, quant_type), dtype=own.dtype)
     return weight if nf4_kernel is None else replace(weight, nf4_kernel=nf4_kernel)
 
 

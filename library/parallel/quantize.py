@@ -2,6 +2,8 @@
 
 fp8 and int8 have one scale per output row, nf4 has one per block of 64 values (QLoRA, arXiv 2305.14314).
 nf4 has the bytes of bitsandbytes, whose kernel dequantizes them on CUDA where it is installed.
+Weights that a model's files store quantized keep their values and scales (``stored_base``): fp8, int8, nf4 and fp4 with
+scales in float32, and the blocks of GGUF.  Their weights are computed in float32 and rounded once.
 Quantized weights are frozen parameters of bytes, so that FSDP, tensor and pipeline parallelism shard them like others.
 Which layers of the base model are quantized is decided in ``frozen_base.quantize_and_offload_base``.
 
@@ -25,12 +27,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_input
 
+from ..models.gguf_blocks import BLOCK_SIZES, dequantize_rows
+
 logger = logging.getLogger(__name__)
 Ranges = tuple[tuple[int, int], ...]
 """(start, length) of each slice; not an index tensor, whose copy to a device the host would wait for."""
 
 FP8_DTYPE = torch.float8_e4m3fn
 NF4_BLOCK_SIZE = 64
+PACKED_TYPES = "nf4", "fp4"
+"""Two values in a byte, as indices of levels."""
 
 
 # fmt: off
@@ -50,10 +56,10 @@ BITSANDBYTES_DEVICES = {"cuda"}
 class QuantizedWeight:
     """A frozen weight as plain tensors, which may be moved between devices."""
 
-    quant_type: str  # none, fp8, int8 or nf4
+    quant_type: str  # none, fp8, int8 or nf4; of files also fp4 and the types of GGUF
     shape: torch.Size
     dtype: torch.dtype  # the dtype of the original weight
-    tensors: tuple[Tensor, ...]  # values; row scales; the levels of nf4
+    tensors: tuple[Tensor, ...]  # values; scales of rows, or of blocks of them; the levels of nf4; GGUF: bytes alone
     nf4_kernel: str = BUILT_IN_KERNEL  # a value of ``select_nf4_kernel``
 
     @classmethod
@@ -76,33 +82,57 @@ class QuantizedWeight:
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         if self.quant_type == "none":
             return self.tensors[0].to(dtype)
+        if self.quant_type in BLOCK_SIZES:
+            return dequantize_rows(self.tensors[0], self.quant_type).to(dtype).view(self.shape)
         values, scale = self.tensors[:2]
-        uses_bitsandbytes = self.nf4_kernel != BUILT_IN_KERNEL and values.device.type in BITSANDBYTES_DEVICES
+        uses_bitsandbytes = self.quant_type == "nf4" and self.nf4_kernel != BUILT_IN_KERNEL and values.device.type in BITSANDBYTES_DEVICES
         if uses_bitsandbytes and 2 * values.shape[1] == NF4_BLOCK_SIZE:
             packed = values.reshape(-1, 1)[: (self.shape.numel() + 1) // 2]  # without the padding of the last block
             arguments = packed, scale.float().flatten(), NF4_BLOCK_SIZE, "nf4", list(self.shape), dtype
             weight: Tensor = torch.ops.bitsandbytes.dequantize_4bit(*arguments)
             return weight
         # In float16 the smallest scales underflow.  bitsandbytes multiplies in float32, and slices of smaller blocks,
-        # which it does not take, have to get its values.
-        if dtype is torch.float16 or (uses_bitsandbytes and dtype is not torch.float32):
+        # which it does not take, have to get its values.  Scales of files are in float32, and rounding them would
+        # change the weights.
+        is_exact = uses_bitsandbytes or scale.dtype is torch.float32
+        if dtype is torch.float16 or (is_exact and dtype is not torch.float32):
             return self.dequantize(torch.float32).to(dtype)
-        if self.quant_type == "nf4":
+        if self.quant_type in PACKED_TYPES:
             # Look up both values of a byte at once, with 32-bit indices: torch would index single values with 64 bits.
             levels = self.tensors[2].to(dtype)
             pairs = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
             rows = F.embedding(values.int(), pairs).flatten(1) * scale.to(dtype)
             return rows.flatten()[: self.shape.numel()].view(self.shape)
-        return (values.to(dtype) * scale.to(dtype)).view(self.shape)
+        blocks = values.to(dtype).view(len(values), scale.shape[1], -1)
+        return (blocks * scale.to(dtype).unsqueeze(2)).view(self.shape)
 
     def take_ranges(self, dim: int, ranges: Ranges) -> "QuantizedWeight":
         """Return slices of the rows (0) or columns (1) of a matrix, with the values of the whole matrix to the bit."""
-        if self.quant_type == "nf4":
+        if self.quant_type in PACKED_TYPES:
             return self._take_nf4_ranges(dim, ranges)
-        values, *scale = self.tensors
+        if self.quant_type in BLOCK_SIZES:
+            return self._take_gguf_ranges(dim, ranges)
+        values, *scales = self.tensors
         shard = take_ranges(values, dim, ranges)
-        scale = [take_ranges(item, 0, ranges) if dim == 0 else item for item in scale]
-        return replace(self, shape=shard.shape, tensors=(shard, *scale))
+        if dim == 0:
+            scales = [take_ranges(scale, 0, ranges) for scale in scales]
+        elif scales and scales[0].shape[1] > 1:  # of blocks of the rows, which get smaller where a slice ends in one
+            block = self.shape[1] // scales[0].shape[1]
+            size = gcd(block, *(number for each in ranges for number in each))
+            places = tuple((start // size, length // size) for start, length in ranges)
+            scales = [take_ranges(scale.repeat_interleave(block // size, 1), 1, places) for scale in scales]
+        return replace(self, shape=shard.shape, tensors=(shard, *scales))
+
+    def _take_gguf_ranges(self, dim: int, ranges: Ranges) -> "QuantizedWeight":
+        """Slices of columns that do not consist of whole blocks are dequantized."""
+        size, nbytes = (1, 1) if dim == 0 else BLOCK_SIZES[self.quant_type]
+        if any(number % size for each in ranges for number in each):
+            weight = take_ranges(self.dequantize(self.dtype), dim, ranges)
+            return QuantizedWeight("none", weight.shape, weight.dtype, (weight,))
+        places = tuple((start // size * nbytes, length // size * nbytes) for start, length in ranges)
+        count = sum(length for _, length in ranges)
+        shape = torch.Size((count, self.shape[1]) if dim == 0 else (self.shape[0], count))
+        return replace(self, shape=shape, tensors=(take_ranges(self.tensors[0], dim, places),))
 
     def _take_nf4_ranges(self, dim: int, ranges: Ranges) -> "QuantizedWeight":
         """Slices that do not consist of whole blocks get smaller blocks, so that each has one scale."""
@@ -207,6 +237,7 @@ class FrozenLayer(nn.Module):
 
     def store_weight(self, weight: QuantizedWeight) -> None:
         """Store the weight in frozen parameters."""
+        self.__dict__.pop("fetch_weight", None)
         self.stored_weight = replace(weight, tensors=())
         values, *scales = weight.tensors
         self.stored_dtype = values.dtype
@@ -305,10 +336,11 @@ def convert_frozen_layer(
 ) -> None:
     """Replace the layer's weight parameter by a quantized weight, or by a function that fetches it, in place.
 
-    ``frozen_class``: instead of the class that dequantizes the weight.
+    ``frozen_class``: instead of the class that dequantizes the weight.  The layer may have a quantized weight already.
     """
-    del layer._parameters["weight"]
-    layer.__class__ = frozen_class or FROZEN_CLASSES[type(layer)]
+    for name in ("weight", *STORED_NAMES):
+        layer._parameters.pop(name, None)
+    layer.__class__ = frozen_class or FROZEN_CLASSES.get(type(layer), type(layer))
     frozen: Any = layer
     if isinstance(weight, QuantizedWeight):
         frozen.store_weight(weight)

@@ -50,9 +50,11 @@ class QuantizedMatmulLinear(FrozenLinear):
         return states.dim() > 2 and states.dtype == torch.bfloat16 and not states.is_meta
 
 
-def can_multiply_quantized(layer: nn.Module, quant_type: str) -> bool:
-    """Whether a layer can become a ``QuantizedMatmulLinear``."""
-    if type(layer) is not nn.Linear or quant_type not in QUANT_TYPES:
+def can_multiply_quantized(layer: nn.Module, weight: QuantizedWeight) -> bool:
+    """Whether a layer can become a ``QuantizedMatmulLinear``: weights of files may have scales of blocks, or e5m2."""
+    if type(layer) not in (nn.Linear, FrozenLinear) or weight.quant_type not in QUANT_TYPES:
+        return False
+    if weight.tensors[0].dtype not in (FP8_DTYPE, torch.int8) or weight.tensors[1].shape[1] > 1:
         return False
     return not (layer.in_features % SIDE_MULTIPLE or layer.out_features % SIDE_MULTIPLE)
 

@@ -57,6 +57,7 @@ from ..parallel.activation_checkpointing import enable_activation_checkpointing
 from ..parallel.async_copy import CopyStream
 from ..parallel.cuda_graphs import CudaCapture, StepGraphs
 from ..parallel.frozen_base import is_quantized_or_offloaded, quantize_and_offload_base
+from ..parallel.stored_base import explain_dequantization, keep_stored_layers
 from ..parallel.parallel_plan import build_parallel_plan
 from ..parallel.sharded_weights import get_local_shard, present_shard_like
 from ..parallel.strategy import Strategy
@@ -113,12 +114,19 @@ def load_training_pipeline(
     dtypes = dict.fromkeys(needed, dtype)
     dtypes |= get_trained_dtypes(config, family)
     devices = {name: strategy.base_load_device if name in trained else strategy.device for name in needed}
-    if is_quantized_or_offloaded(config.model, config.train):  # the full weights might not fit on the device
+    reason = explain_dequantization(config.model, config.adapter, can_quantize=strategy.can_quantize_base)
+    keeps_stored = bool(detected.stored_formats) and reason is None
+    if detected.stored_formats and reason is not None:
+        logger.info("weights that are stored quantized are dequantized, %s", reason)
+    if keeps_stored or is_quantized_or_offloaded(config.model, config.train):
+        # The full weights might not fit on the device.
         devices |= dict.fromkeys(family.facts.pipeline.denoisers, HOST)
     pipe = None
     for device, loaded_dtype in dict.fromkeys((devices[name], dtypes[name]) for name in needed):
         names = [name for name in needed if (devices[name], dtypes[name]) == (device, loaded_dtype)]
-        pipe = family.load(detected, loaded_dtype, names, pipe=pipe, device=device)
+        pipe = family.load(detected, loaded_dtype, names, pipe=pipe, device=device, keeps_stored=keeps_stored)
+        for name in {*names} & {*family.facts.pipeline.denoisers} if keeps_stored else ():
+            keep_stored_layers(getattr(pipe, name), config.model.quantize_base)
     if "vae" not in needed and prompts:
         pipe = family.load(detected, dtype, family.facts.image_encoders, pipe=pipe)
     for name in family.facts.components:
@@ -147,7 +155,7 @@ def build_run(
     _prepare_trainable_parameters(trained, strategy, is_bf16=config.distributed.full_bf16)
     for line in _describe_trained_weights(config, trained, adapter):
         logger.info("%s", line)
-    if is_quantized_or_offloaded(config.model, config.train):
+    if is_quantized_or_offloaded(config.model, config.train, trained.denoiser):
         devices = strategy.device, strategy.base_load_device
         quantize_and_offload_base(trained.denoiser, devices, config.model, config.train, strategy.nf4_kernel)
     groups = _build_groups(config, family, trained, adapter)

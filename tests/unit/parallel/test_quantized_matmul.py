@@ -1,5 +1,7 @@
 """Frozen layers that multiply in fp8 and int8: their error, what they depend on, and where they are refused."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -124,10 +126,17 @@ def test_modulation_layers_and_other_dtypes_dequantize_their_weight(quant_type):
 
 
 def test_layers_of_other_classes_formats_and_sides_are_not_converted():
-    assert can_multiply_quantized(nn.Linear(32, 64), "fp8")
-    assert not can_multiply_quantized(nn.Linear(32, 64), "nf4")
-    assert not can_multiply_quantized(nn.Linear(33, 64), "int8")
-    assert not can_multiply_quantized(nn.Conv2d(32, 64, 1), "int8")
+    def can_multiply(layer, kind):
+        return can_multiply_quantized(layer, QuantizedWeight.quantize(layer.weight, kind))
+
+    assert can_multiply(nn.Linear(32, 64), "fp8")
+    assert not can_multiply(nn.Linear(32, 64), "nf4")
+    assert not can_multiply(nn.Linear(33, 64), "int8")
+    assert not can_multiply(nn.Conv2d(32, 64, 1), "int8")
+    weight = QuantizedWeight.quantize(torch.randn(64, 32), "fp8")
+    in_blocks = replace(weight, tensors=(weight.tensors[0], weight.tensors[1].expand(64, 2)))
+    e5m2 = replace(weight, tensors=(weight.tensors[0].to(torch.float8_e5m2), weight.tensors[1]))
+    assert not any(can_multiply_quantized(nn.Linear(32, 64), each) for each in (in_blocks, e5m2))
 
 
 @pytest.mark.parametrize("swap", [(), ("--blocks_to_swap", "2", "--block_swap_ring_size", "1")])
