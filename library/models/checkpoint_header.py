@@ -31,6 +31,8 @@ class CheckpointHeader:
     """The names in the file of weights that have another one here, as text encoders in GGUF files do."""
     architecture: str = ""
     """What a GGUF file calls its model."""
+    heads: tuple[int, int] = (0, 0)
+    """The heads of queries and of keys that a GGUF file names."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +78,14 @@ def read_files_header(paths: list[Path]) -> CheckpointHeader:
 
 
 def _merge_gguf_headers(paths: list[Path]) -> CheckpointHeader:
-    shapes, formats, names, architecture = {}, dict[str, StoredFormat](), dict[str, str](), ""
+    shapes, formats, names, architecture, heads = {}, dict[str, StoredFormat](), dict[str, str](), "", (0, 0)
     for path in paths:
         try:
             header = read_gguf_header(path)
         except GgufError as error:
             raise ModelError(str(error)) from None
-        architecture = architecture or header.architecture
+        if not architecture:
+            architecture, heads = header.architecture, header.heads
         for name, tensor in header.tensors.items():
             key = rename_tensor(name, architecture)
             shapes[key] = tensor.shape
@@ -90,7 +93,7 @@ def _merge_gguf_headers(paths: list[Path]) -> CheckpointHeader:
                 names[key] = name
             if tensor.type_name not in PLAIN_BYTES:
                 formats[key] = StoredFormat(tensor.type_name, tensor.shape)
-    return CheckpointHeader(shapes, {}, formats, names, architecture)
+    return CheckpointHeader(shapes, {}, formats, names, architecture, heads)
 
 
 def read_safetensors_header(path: Path) -> RawHeader:

@@ -10,6 +10,7 @@ from typing import Literal
 from .checkpoint_header import CheckpointHeader, read_checkpoint_header
 from .facts import FamilyFacts
 from .gguf_file import is_gguf
+from .gguf_names import INTERLEAVED_HEADS, TEXT_NAMES
 from .model_configs import (
     BundledConfig,
     ConfigReader,
@@ -226,8 +227,13 @@ class ComponentSource:
     subfolder: str = ""
 
 
-def resolve_component_source(path_or_id: str, component: str, read_model: ConfigReader) -> ComponentSource:
-    """Resolve the file, folder or hub id given for a component, and check that it fits the model."""
+def resolve_component_source(
+    path_or_id: str, component: str, read_model: ConfigReader, *, needs_vision: bool = False
+) -> ComponentSource:
+    """Resolve the file, folder or hub id given for a component, and check that it fits the model.
+
+    ``needs_vision``: whether it is a text encoder that reads images, too.
+    """
     path = Path(path_or_id).expanduser()
     if is_tokenizer(component):
         return _resolve_tokenizer_source(path)
@@ -237,7 +243,7 @@ def resolve_component_source(path_or_id: str, component: str, read_model: Config
         header = read_checkpoint_header(path)
         reject_unsupported_file(header)
         if is_gguf(path):
-            raise ModelError("is a GGUF file, which is read of denoisers only; use the .safetensors file")
+            _reject_unread_encoder(header, needs_vision=needs_vision)
         _require_signature(find_component_signatures(header), expected, component)
         return ComponentSource("file", str(path))
     if not path.is_dir() and (path_or_id.count("/") != 1 or path.is_absolute() or path_or_id.endswith(".safetensors")):
@@ -251,6 +257,23 @@ def resolve_component_source(path_or_id: str, component: str, read_model: Config
             _require_signature([signature] if signature else [], expected, component)
             return ComponentSource(source_type, str(path) if path.is_dir() else path_or_id, subfolder)
     raise ModelError(f"no config.json in it or in its subfolder {component}; give a {component} in diffusers format")
+
+
+def _reject_unread_encoder(header: CheckpointHeader, *, needs_vision: bool) -> None:
+    """Raise if a GGUF file is none of a text encoder that is read."""
+    if header.architecture not in TEXT_NAMES:
+        known = ", ".join(TEXT_NAMES)
+        raise ModelError(
+            f"is a GGUF file of architecture {header.architecture or '(none)'}; of components beside the denoiser text "
+            f"encoders by llama.cpp are read ({known}); use the .safetensors file"
+        )
+    if needs_vision:
+        raise ModelError(
+            "is a GGUF file without the vision part (mmproj), and this model's text encoder reads the control images; "
+            "use the .safetensors file"
+        )
+    if header.architecture == INTERLEAVED_HEADS and not all(header.heads):
+        raise ModelError("does not say how many attention heads it has; use the .safetensors file")
 
 
 def resolve_denoiser_source(name: str, facts: FamilyFacts, config: BundledConfig) -> ComponentSource:

@@ -382,7 +382,12 @@ def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> Detect
             sources[component] = (
                 resolve_denoiser_source(path_or_id, facts, load_bundled_config(detected.bundled_config))
                 if component in facts.pipeline.denoisers and detected.bundled_config
-                else resolve_component_source(path_or_id, component, read)
+                else resolve_component_source(
+                    path_or_id,
+                    component,
+                    read,
+                    needs_vision=component in facts.text.components and bool(facts.control.text_tokens_per_image),
+                )
             )
         except ModelError as problem:
             problems.append(Problem(option, f"{path_or_id}: {problem}"))

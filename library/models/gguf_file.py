@@ -78,6 +78,16 @@ class GgufHeader:
         """What the file calls its model: ``flux``, ``t5encoder``, ``qwen2vl`` ..."""
         return str(self.metadata.get("general.architecture", ""))
 
+    @property
+    def heads(self) -> tuple[int, int]:
+        """The heads of queries and of keys of a language model; 0 if they are not named."""
+        queries, keys = (self._get_count(f"attention.head_count{end}") for end in ("", "_kv"))
+        return queries, keys or queries
+
+    def _get_count(self, name: str) -> int:
+        value = self.metadata.get(f"{self.architecture}.{name}", 0)
+        return value if isinstance(value, int) else 0
+
 
 def is_gguf(path: Path) -> bool:
     """Whether a file is GGUF, by its first bytes."""

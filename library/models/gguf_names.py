@@ -17,7 +17,7 @@ _LLAMA: tuple[tuple[str, str], ...] = (
     (r"^blk\.(\d+)\.ffn_(gate|up|down)\.", r"model.layers.\1.mlp.\2_proj."),
     (r"^blk\.(\d+)\.ffn_norm\.", r"model.layers.\1.post_attention_layernorm."),
 )
-_GEMMA2: tuple[tuple[str, str], ...] = (
+_GEMMA: tuple[tuple[str, str], ...] = (
     (r"^blk\.(\d+)\.ffn_norm\.", r"model.layers.\1.pre_feedforward_layernorm."),
     (r"^blk\.(\d+)\.post_attention_norm\.", r"model.layers.\1.post_attention_layernorm."),
     (r"^blk\.(\d+)\.post_ffw_norm\.", r"model.layers.\1.post_feedforward_layernorm."),
@@ -38,8 +38,8 @@ _T5: tuple[tuple[str, str], ...] = (
     (r"^enc\.blk\.(\d+)\.ffn_norm\.", r"encoder.block.\1.layer.1.layer_norm."),
 )
 TEXT_NAMES: Mapping[str, tuple[tuple[str, str], ...]] = {
-    **dict.fromkeys(("qwen2", "qwen2vl", "qwen3", "qwen3vl", "llama", "mistral", "mistral3"), _LLAMA),
-    "gemma2": _GEMMA2,
+    **dict.fromkeys(("qwen2", "qwen2vl", "qwen3", "qwen3vl", "llama"), _LLAMA),
+    **dict.fromkeys(("gemma2", "gemma3"), _GEMMA),
     **dict.fromkeys(("t5", "t5encoder"), _T5),
 }
 """The patterns of names by ``general.architecture``; the first that matches is applied."""
@@ -51,3 +51,22 @@ def rename_tensor(name: str, architecture: str) -> str:
         if re.match(pattern, name):
             return re.sub(pattern, new, name)
     return name
+
+
+SHIFTED_NORMS = "gemma2", "gemma3"
+"""Architectures whose norms multiply with 1 + weight in transformers, and with the weight in the files."""
+INTERLEAVED_HEADS = "llama"
+"""The architecture whose queries and keys are ordered in pairs for the rotary embedding of llama.cpp."""
+
+
+def find_norm_shift(key: str, architecture: str) -> int:
+    """Return what llama.cpp added to a weight when it wrote the file."""
+    return int(architecture in SHIFTED_NORMS and key.endswith("norm.weight"))
+
+
+def find_interleaved_heads(key: str, architecture: str, heads: tuple[int, int]) -> int:
+    """Return the number of heads, of (queries, keys), whose rows llama.cpp reordered; 0 if it did not."""
+    if architecture != INTERLEAVED_HEADS:
+        return 0
+    ends = ("q_proj.weight", "q_proj.bias"), ("k_proj.weight", "k_proj.bias")
+    return next((count for count, each in zip(heads, ends, strict=True) if key.endswith(each)), 0)

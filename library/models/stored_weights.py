@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .checkpoint_header import CheckpointHeader, read_files_header
 from .checkpoint_shards import CheckpointTensors, list_shard_paths, open_files
 from .gguf_blocks import BLOCK_SIZES, dequantize_rows
+from .gguf_names import find_interleaved_heads, find_norm_shift
 from .quantized_keys import StoredFormat
 
 BLOCK_SIDE = 128
@@ -112,6 +113,17 @@ def _read_weight(header: CheckpointHeader, file: CheckpointTensors, key: str) ->
             weight = weight.dequantize()
     else:
         weight = _read_scaled(file, tensor, stored)
+    return _undo_llama_cpp(header, key, weight)
+
+
+def _undo_llama_cpp(header: CheckpointHeader, key: str, weight: Tensor | StoredWeight) -> Tensor | StoredWeight:
+    """Undo what llama.cpp changes in some weights of text encoders besides their names."""
+    if shift := find_norm_shift(key, header.architecture):
+        return weight.to(dtype=torch.float32) - shift
+    if heads := find_interleaved_heads(key, header.architecture, header.heads):
+        rows = weight.to(dtype=torch.float32)
+        pairs = rows.reshape(heads, len(rows) // heads // 2, 2, *rows.shape[1:])
+        return pairs.transpose(1, 2).reshape(rows.shape)
     return weight
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -146,8 +147,78 @@ def scale_to_fp8(tensors: Mapping[str, Tensor], layout: str) -> tuple[dict[str, 
     return result, reference
 
 
-def write_gguf(tensors: Mapping[str, Tensor], path: Path, architecture: str) -> dict[str, Tensor]:
-    """Write a GGUF file with matrices in Q8_0 where their rows allow it; return what it stands for in float32."""
+LLAMA_CPP_NAMES = {
+    "t5encoder": {
+        r"^shared\.": "token_embd.",
+        r"^encoder\.final_layer_norm\.": "enc.output_norm.",
+        r"^encoder\.block\.": "enc.blk.",
+        r"\.layer\.0\.SelfAttention\.relative_attention_bias\.": ".attn_rel_b.",
+        r"\.layer\.0\.SelfAttention\.([qkvo])\.": r".attn_\1.",
+        r"\.layer\.0\.layer_norm\.": ".attn_norm.",
+        r"\.layer\.1\.DenseReluDense\.wi_0\.": ".ffn_gate.",
+        r"\.layer\.1\.DenseReluDense\.wi_1\.": ".ffn_up.",
+        r"\.layer\.1\.DenseReluDense\.wo\.": ".ffn_down.",
+        r"\.layer\.1\.layer_norm\.": ".ffn_norm.",
+    },
+    "llama": {
+        r"^(model\.)?(language_model\.)?(model\.)?layers\.": "blk.",
+        r"^(model\.)?(language_model\.)?(model\.)?embed_tokens\.": "token_embd.",
+        r"^(model\.)?(language_model\.)?(model\.)?norm\.": "output_norm.",
+        r"^lm_head\.": "output.",
+        r"\.self_attn\.([qk])_norm\.": r".attn_\1_norm.",
+        r"\.self_attn\.([qkv])_proj\.": r".attn_\1.",
+        r"\.self_attn\.o_proj\.": ".attn_output.",
+        r"\.mlp\.(gate|up|down)_proj\.": r".ffn_\1.",
+        r"\.input_layernorm\.": ".attn_norm.",
+        r"\.post_attention_layernorm\.": ".ffn_norm.",
+    },
+    "gemma2": {
+        r"\.post_attention_layernorm\.": ".post_attention_norm.",
+        r"\.pre_feedforward_layernorm\.": ".ffn_norm.",
+        r"\.post_feedforward_layernorm\.": ".post_ffw_norm.",
+    },
+}
+"""The names that llama.cpp's converter gives to the weights of text encoders."""
+
+
+def write_gguf_encoder(encoder: nn.Module, path: Path, architecture: str) -> dict[str, Tensor]:
+    """Write a text encoder as llama.cpp's converter does; return what it stands for, with its names before."""
+    own, llama = LLAMA_CPP_NAMES.get(architecture, {}), LLAMA_CPP_NAMES["llama"]
+    patterns = [*own.items(), *({} if architecture == "t5encoder" else llama).items()]
+    config: Any = getattr(encoder.config, "text_config", encoder.config)
+    heads = {"q": getattr(config, "num_attention_heads", 0), "k": getattr(config, "num_key_value_heads", 0)}
+    tensors, names = {}, {}
+    for key, tensor in original_checkpoints.convert_text_encoder(encoder).items():
+        if any(part in key for part in ("visual.", "vision_", "multi_modal_projector")):
+            continue  # another file (mmproj) has them
+        name = key
+        for pattern, new in patterns:
+            name = re.sub(pattern, new, name)
+        names[name], rows = key, tensor.detach().float()
+        kind = re.search(r"attn_([qk])\.", name)
+        if architecture == "llama" and kind is not None:
+            count = heads[kind[1]]
+            rows = rows.view(count, 2, len(rows) // count // 2, -1).swapaxes(1, 2).reshape(rows.shape)
+        tensors[name] = rows + 1 if architecture == "gemma2" and name.endswith("norm.weight") else rows
+    counts = {f"{architecture}.attention.head_count": heads["q"], f"{architecture}.attention.head_count_kv": heads["k"]}
+    stored = write_gguf(tensors, path, architecture, counts)
+    reference = {}
+    for name, rows in stored.items():
+        kind = re.search(r"attn_([qk])\.", name)
+        if architecture == "llama" and kind is not None:
+            count = heads[kind[1]]
+            rows = rows.view(count, len(rows) // count // 2, 2, -1).swapaxes(1, 2).reshape(rows.shape)
+        reference[names[name]] = rows - 1 if architecture == "gemma2" and name.endswith("norm.weight") else rows
+    return reference
+
+
+def write_gguf(
+    tensors: Mapping[str, Tensor], path: Path, architecture: str, counts: Mapping[str, int] | None = None
+) -> dict[str, Tensor]:
+    """Write a GGUF file with matrices in Q8_0 where their rows allow it; return what it stands for in float32.
+
+    ``counts``: more of its metadata.
+    """
     infos, data, reference = [], b"", {}
     for name, tensor in tensors.items():
         rows = tensor.detach().float().contiguous()
@@ -163,7 +234,9 @@ def write_gguf(tensors: Mapping[str, Tensor], path: Path, architecture: str) -> 
         infos.append(_pack_text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, len(data)))
         data += raw + bytes(-len(raw) % 32)
     values = _pack_text("general.architecture") + struct.pack("<I", 8) + _pack_text(architecture)
-    head = b"GGUF" + struct.pack("<IQQ", 3, len(infos), 1) + values + b"".join(infos)
+    for name, number in (counts or {}).items():
+        values += _pack_text(name) + struct.pack("<II", 4, number)
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(infos), 1 + len(counts or {})) + values + b"".join(infos)
     path.write_bytes(head + bytes(-len(head) % 32) + data)
     return reference
 

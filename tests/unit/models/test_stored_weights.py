@@ -15,7 +15,7 @@ from training_runs import max_relative_difference, write_images
 from library.config.schema import ModelConfig
 from library.errors import ConfigError
 from library.models.detect import detect_model
-from library.models.families import FAMILIES
+from library.models.families import FAMILIES, FAMILY_FACTS
 from library.models.gguf_blocks import BLOCK_SIZES, dequantize_rows
 from library.models.loading import split_variant
 from library.models.model_configs import ModelError
@@ -98,12 +98,44 @@ def test_a_variant_in_several_files_is_loaded(build_case, tmp_path):
     assert all(torch.equal(tensor, expected[key]) for key, tensor in loaded.items())
 
 
-def test_a_text_encoder_in_gguf_is_refused_with_the_way_out(build_case, tmp_path):
-    _, tiny = build_case("z_image")
-    model_layouts.write_gguf({"token_embd.weight": torch.ones(64, 32)}, tmp_path / "text.gguf", "qwen3")
-    options = model_layouts.write_separate_files("z_image", tiny.pipe, tmp_path)
-    with pytest.raises(ConfigError, match=r"text_encoder: .*is a GGUF file.*use the .safetensors file"):
-        detect_model(replace(options, text_encoder=str(tmp_path / "text.gguf")))
+@pytest.mark.parametrize(
+    ("name", "component", "architecture"),
+    [
+        ("flux", "text_encoder_2", "t5encoder"),
+        ("z_image", "text_encoder", "qwen3"),
+        ("qwen_image", "text_encoder", "qwen2vl"),
+        ("lumina2", "text_encoder", "gemma2"),
+        ("hunyuan_video", "text_encoder", "llama"),
+    ],
+)
+def test_a_text_encoder_in_gguf_is_the_model_that_its_blocks_stand_for(
+    name, component, architecture, build_case, tmp_path
+):
+    """Names, the order of rotary heads and the norms of llama.cpp are undone."""
+    _, tiny = build_case(name)
+    path = tmp_path / "text.gguf"
+    reference = model_layouts.write_gguf_encoder(getattr(tiny.pipe, component), path, architecture)
+    plain = model_layouts.save_tensors(reference, tmp_path / "text.safetensors")
+    tiny.pipe.save_pretrained(tmp_path / "model")
+    option = {part: option for option, part in FAMILY_FACTS[name].options.components.items()}[component]
+    loaded = []
+    for file in (path, plain):
+        options = ModelConfig(str(tmp_path / "model"), **{option: str(file)})
+        pipe = FAMILIES.get(name)(options).load(detect_model(options), torch.float32, (component,))
+        loaded.append(getattr(pipe, component).state_dict())
+    ours, theirs = loaded
+    assert ours.keys() == theirs.keys()
+    assert all(torch.allclose(ours[key], theirs[key], rtol=0, atol=1e-6) for key in theirs)
+
+
+def test_a_gguf_file_of_no_known_text_encoder_is_refused_with_the_way_out(build_case, tmp_path):
+    _, tiny = build_case("qwen_image_edit")
+    options = model_layouts.write_separate_files("qwen_image_edit", tiny.pipe, tmp_path)
+    for architecture, reason in {"bert": "architecture bert", "qwen2vl": "without the vision part"}.items():
+        path = tmp_path / f"{architecture}.gguf"
+        model_layouts.write_gguf({"token_embd.weight": torch.ones(64, 32)}, path, architecture)
+        with pytest.raises(ConfigError, match=rf"text_encoder: .*{reason}.*use the .safetensors file"):
+            detect_model(replace(options, text_encoder=str(path)))
 
 
 def train_settings(*flags: str) -> None:
