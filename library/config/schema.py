@@ -217,8 +217,8 @@ class ModelConfig:
     )
     dequantize_base: bool = define_option(
         False,
-        "dequantize weights that the model's files store quantized (fp8, GGUF, nf4 ...) when they are loaded, instead of"
-        " in each matmul: more memory, faster steps, the same result",
+        "dequantize weights that the model's files store quantized (fp8, GGUF, nf4 ...) when they are loaded, instead"
+        " of in each matmul: more memory, faster steps, the same result",
         needs=ALWAYS,
         changes_text_outputs=False,
         changes_result=False,

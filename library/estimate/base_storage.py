@@ -94,7 +94,8 @@ class BlockWeights:
         """Count the bytes of each block in a format, as they are and in host memory, once."""
         if quantize_base not in self._sizes:
             self._sizes[quantize_base] = [
-                (sum(weight.nbytes for weight in block), count_block_bytes(block)) for block in self._pack(quantize_base)
+                (sum(weight.nbytes for weight in block), count_block_bytes(block))
+                for block in self._pack(quantize_base)
             ]
         return self._sizes[quantize_base]
 

@@ -13,7 +13,15 @@ from .checkpoint_shards import list_shard_paths
 from .gguf_file import PLAIN_BYTES, GgufError, is_gguf, read_gguf_header
 from .gguf_names import rename_tensor
 from .model_configs import ModelError
-from .quantized_keys import StoredFormat, find_stored_formats, list_side_tensors
+from .quantized_keys import (
+    TORCHAO_ACTIVATIONS,
+    TORCHAO_SCALE,
+    TORCHAO_VALUES,
+    StoredFormat,
+    find_stored_formats,
+    find_torchao_weights,
+    list_side_tensors,
+)
 
 _MAX_HEADER_BYTES = 100_000_000
 """The limit of safetensors itself."""
@@ -74,7 +82,16 @@ def read_files_header(paths: list[Path]) -> CheckpointHeader:
     metadata = {key: text for header in headers.values() for key, text in header.metadata.items()}
     formats, side = find_stored_formats(shapes, dtypes, read_bytes, metadata), list_side_tensors(shapes)
     weights = {key: formats[key].shape if key in formats else shapes[key] for key in shapes if key not in side}
-    return CheckpointHeader(weights, metadata, formats)
+    names = dict[str, str]()
+    torchao = find_torchao_weights(shapes, dtypes, metadata)
+    if torchao:
+        starts = {key.removesuffix(TORCHAO_VALUES) for key, _ in torchao.values()}
+        ends = (TORCHAO_VALUES, TORCHAO_SCALE, *TORCHAO_ACTIVATIONS)
+        parts = {start + end for start in starts for end in ends}
+        weights = {key: shape for key, shape in weights.items() if key not in parts}
+    for name, (key, stored) in torchao.items():
+        names[name], formats[name], weights[name] = key, stored, stored.shape
+    return CheckpointHeader(weights, metadata, formats, names)
 
 
 def _merge_gguf_headers(paths: list[Path]) -> CheckpointHeader:

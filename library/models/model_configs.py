@@ -126,9 +126,17 @@ def list_config_formats(config: JsonDict) -> tuple[str, ...]:
     settings = config.get(QUANTIZATION)
     if not isinstance(settings, dict):
         return ()
-    if settings.get("load_in_8bit"):
+    if settings.get("load_in_8bit") or (
+        settings.get("quant_method") == "torchao" and "int8" in _find_torchao_format(settings)
+    ):
         return ("int8",)
     return (str(settings.get("bnb_4bit_quant_type", "fp4")),) if settings.get("load_in_4bit") else ("fp8",)
+
+
+def _find_torchao_format(settings: JsonDict) -> str:
+    """Return the format of torchao's weights, ``int8`` or ``float8``, by the name of its configuration; else empty."""
+    name = json.dumps(settings.get("quant_type")).lower().replace("_", "")
+    return next((kind for kind in ("int8", "float8") if f"{kind}weight" in name), "")
 
 
 def reject_unread_quantization(config: JsonDict, component: str) -> None:
@@ -137,10 +145,12 @@ def reject_unread_quantization(config: JsonDict, component: str) -> None:
     method = settings.get("quant_method", "bitsandbytes") if isinstance(settings, dict) else None
     if method in (None, "bitsandbytes", "fp8"):
         return
-    if method == "torchao":
+    if method == "torchao" and isinstance(settings, dict):
+        if _find_torchao_format(settings):
+            return
         raise ModelError(
-            f"its {component} is stored by torchao, whose tensors are not read; use the repository in bf16, and "
-            "--quantize_base int8, fp8 or nf4"
+            f"its {component} is stored by torchao in a format other than int8 and float8, which is not read; use the "
+            "repository in bf16, and --quantize_base int8, fp8 or nf4"
         )
     raise ModelError(
         f"its {component} is stored quantized by {method}, which is not read; use the repository in bf16, fp16, or by "

@@ -8,7 +8,8 @@ Each format keeps the numbers that its values are multiplied with in tensors bes
 - fp8 without scales;
 - int8 with ``X.weight_scale``, or with bitsandbytes' ``X.SCB``;
 - bitsandbytes' nf4 and fp4: ``X.weight.absmax``, ``.quant_map``, ``.quant_state.bitsandbytes__nf4``, and for absmax
-  that is quantized itself ``.nested_absmax`` and ``.nested_quant_map``.
+  that is quantized itself ``.nested_absmax`` and ``.nested_quant_map``;
+- torchao's int8 and fp8: ``X._weight_qdata`` and ``X._weight_scale``, and the class of ``X.weight`` in the metadata.
 """
 
 import json
@@ -30,6 +31,14 @@ MARKER = "scaled_fp8"
 """The name of a tensor that only says that a file is scaled fp8, with or without prefix."""
 READ_QUANTS = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise")
 """The formats of ``comfy_quant`` that are read."""
+
+TORCHAO_CLASSES = "Int8Tensor", "Float8Tensor"
+"""The classes of torchao's weights that are read."""
+TORCHAO_VALUES, TORCHAO_SCALE = "_qdata", "_scale"
+TORCHAO_ACTIVATIONS = "_act_quant_scale", "_act_quant_zero_point"
+"""The ends of the names of tensors that only inference with quantized inputs uses."""
+TORCHAO_OTHERS = "_zero_point", "_act_pre_scale"
+"""The ends of the names of tensors that change what the values stand for, and are not read."""
 
 OTHER_FILES = "use a file of this model in bf16, fp16, fp8 or GGUF"
 
@@ -79,6 +88,29 @@ def find_stored_formats(
         elif dtypes[key] in FLOAT_TYPES and scale is not None and not scale.endswith("SCB"):
             formats[key] = StoredFormat("scaled", shape, scale)  # a layer that was left out when others became fp8
     return formats
+
+
+def find_torchao_weights(
+    shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str], metadata: Mapping[str, str]
+) -> dict[str, tuple[str, StoredFormat]]:
+    """Find the weights of torchao in a safetensors file: the keys of their values, and their formats."""
+    found = {}
+    for key, shape in shapes.items():
+        base, _, leaf = key.rpartition("._")
+        if not base or not leaf.endswith(TORCHAO_VALUES):
+            continue
+        start = key.removesuffix(TORCHAO_VALUES)
+        name = f"{base}.{leaf.removesuffix(TORCHAO_VALUES)}"
+        try:
+            kind = str(json.loads(metadata[name])["_type"])
+        except (ValueError, KeyError, TypeError):
+            kind = "an unknown class"
+        is_other = any(start + end in shapes for end in TORCHAO_OTHERS) or start + TORCHAO_SCALE not in shapes
+        if kind not in TORCHAO_CLASSES or is_other or dtypes[key] not in (*FP8_TYPES, "I8"):
+            raise ModelError(f"has weights of torchao in {kind} with values that are not read; {OTHER_FILES}")
+        quant_type = "int8" if dtypes[key] == "I8" else "fp8"
+        found[name] = key, StoredFormat(quant_type, shape, start + TORCHAO_SCALE)
+    return found
 
 
 def _find_unread_scales(keys: Iterable[str]) -> dict[str, str]:

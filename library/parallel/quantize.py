@@ -85,7 +85,11 @@ class QuantizedWeight:
         if self.quant_type in BLOCK_SIZES:
             return dequantize_rows(self.tensors[0], self.quant_type).to(dtype).view(self.shape)
         values, scale = self.tensors[:2]
-        uses_bitsandbytes = self.quant_type == "nf4" and self.nf4_kernel != BUILT_IN_KERNEL and values.device.type in BITSANDBYTES_DEVICES
+        uses_bitsandbytes = (
+            self.quant_type == "nf4"
+            and self.nf4_kernel != BUILT_IN_KERNEL
+            and values.device.type in BITSANDBYTES_DEVICES
+        )
         if uses_bitsandbytes and 2 * values.shape[1] == NF4_BLOCK_SIZE:
             packed = values.reshape(-1, 1)[: (self.shape.numel() + 1) // 2]  # without the padding of the last block
             arguments = packed, scale.float().flatten(), NF4_BLOCK_SIZE, "nf4", list(self.shape), dtype

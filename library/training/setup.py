@@ -57,9 +57,9 @@ from ..parallel.activation_checkpointing import enable_activation_checkpointing
 from ..parallel.async_copy import CopyStream
 from ..parallel.cuda_graphs import CudaCapture, StepGraphs
 from ..parallel.frozen_base import is_quantized_or_offloaded, quantize_and_offload_base
-from ..parallel.stored_base import explain_dequantization, keep_stored_layers
 from ..parallel.parallel_plan import build_parallel_plan
 from ..parallel.sharded_weights import get_local_shard, present_shard_like
+from ..parallel.stored_base import explain_dequantization, keep_stored_layers
 from ..parallel.strategy import Strategy
 from .full_weights import build_full_modules, build_full_param_groups, format_full_summary, get_trained_dtypes
 from .nan_and_oom_handling import BadSamples, NanGuard, OomRecovery

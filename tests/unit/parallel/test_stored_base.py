@@ -1,0 +1,132 @@
+"""Base weights that files store quantized stay as they are, and compute what the dequantized weights compute."""
+
+import json
+from dataclasses import replace
+
+import model_layouts
+import pytest
+import torch
+from data_paths import ROOT
+from family_cases import build_case
+from safetensors.torch import load_file
+from torch import nn
+
+from library.config.schema import AdapterConfig, ModelConfig
+from library.estimate.base_storage import BlockWeights
+from library.models.detect import detect_model
+from library.models.families import FAMILIES
+from library.models.gguf_blocks import BLOCK_SIZES
+from library.models.loading import load_pipeline_on_meta
+from library.models.stored_weights import StoredWeight, read_file_weights
+from library.parallel.frozen_base import find_innermost_blocks, should_quantize
+from library.parallel.quantize import FrozenLayer, QuantizedWeight, take_ranges
+from library.parallel.stored_base import explain_dequantization, keep_stored_layers, pack_stored_weight
+
+__all__ = ["build_case"]  # a fixture
+
+
+def build_stored_weights(folder):
+    """A weight of each format, as it is read from a file."""
+    values, scale = torch.randn(256, 256), torch.rand(256, 1) + 0.5
+    fp8, e5m2, int8 = values.to(torch.float8_e4m3fn), values.to(torch.float8_e5m2), (values * 30).to(torch.int8)
+    plain = {"rows.weight": fp8, "rows.weight_scale": scale, "one.weight": e5m2, "one.scale_weight": torch.tensor(0.3)}
+    plain |= {"squares.weight": fp8, "squares.weight_scale_inv": torch.rand(2, 2), "none.weight": fp8}
+    plain |= {"int8.weight": int8, "int8.SCB": scale.flatten()}
+    packed, _ = model_layouts.quantize_nf4({"nf4.0.weight": values})
+    model_layouts.save_tensors({**plain, **packed}, folder / "a.safetensors")
+    stored = dict(read_file_weights([folder / "a.safetensors"]))
+    blocks = load_file(ROOT / "tests" / "data" / "gguf_blocks.safetensors")
+    for name, (count, _) in BLOCK_SIZES.items():
+        rows = blocks[f"{name}.bytes"].flatten(1)[:2].repeat(128, 256 // count)
+        stored[name] = StoredWeight(name, torch.Size((256, 256)), (rows,))
+    return stored
+
+
+def test_kept_weights_and_their_slices_have_the_values_of_the_file(tmp_path):
+    stored = build_stored_weights(tmp_path)
+    assert {"fp8", "int8", "nf4", *BLOCK_SIZES} == {each.format for each in stored.values()}
+    for name, each in stored.items():
+        weight = pack_stored_weight(each, torch.bfloat16)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            assert torch.equal(weight.dequantize(dtype), each.to(dtype=dtype)), (name, dtype)
+        whole = each.to(dtype=torch.bfloat16)
+        for dim, ranges in ((0, ((64, 32), (128, 16))), (1, ((64, 64),)), (1, ((0, 256),)), (1, ((16, 48), (96, 16)))):
+            shard = weight.take_ranges(dim, ranges)
+            expected = take_ranges(whole, dim, ranges)
+            assert torch.equal(shard.dequantize(torch.bfloat16), expected) and shard.shape == expected.shape, name
+
+
+def test_a_base_is_rounded_again_only_where_that_saves_memory(tmp_path):
+    stored = {name: pack_stored_weight(each, torch.bfloat16) for name, each in build_stored_weights(tmp_path).items()}
+    assert not any(should_quantize(weight, kind) for weight in stored.values() for kind in ("none", "fp8", "int8"))
+    rounded = {
+        each.format for name, each in build_stored_weights(tmp_path).items() if should_quantize(stored[name], "nf4")
+    }
+    assert rounded == {"fp8", "int8", "Q8_0", "Q6_K"}
+
+
+def write_nf4(pipe, folder):
+    pipe.save_pretrained(folder)
+    stored, _ = model_layouts.quantize_nf4(pipe.transformer.state_dict())
+    model_layouts.save_tensors(stored, folder / "transformer" / "diffusion_pytorch_model.safetensors")
+    path = folder / "transformer" / "config.json"
+    settings = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": settings}))
+    return ModelConfig(str(folder))
+
+
+def write_stored_model(name, kind, pipe, folder):
+    """Write a model whose transformer is stored in this way, and return its options."""
+    if kind == "nf4":
+        return write_nf4(pipe, folder / "model")
+    pipe.save_pretrained(folder / "model")
+    tensors, path = model_layouts.convert_denoiser(name, pipe), folder / f"stored.{kind}"
+    if kind == "gguf":
+        model_layouts.write_gguf(tensors, path, "any")
+    else:
+        model_layouts.save_tensors(model_layouts.scale_to_fp8(tensors, "comfy_quant")[0], path)
+    others = {part: str(folder / "model" / part) for part in ("text_encoder", "vae")}
+    return model_layouts.build_options(name, {"transformer": str(path), **others}, "")
+
+
+@pytest.mark.parametrize(("name", "kind"), [("z_image", "gguf"), ("z_image", "nf4"), ("qwen_image", "fp8")])
+def test_a_loaded_base_is_kept_where_it_is_stored_and_estimated_so(name, kind, build_case, tmp_path):
+    _, tiny = build_case(name)
+    options = write_stored_model(name, kind, tiny.pipe, tmp_path)
+    family, detected = FAMILIES.get(name)(options), detect_model(options)
+    plain = family.load(detected, torch.bfloat16, ("transformer",)).transformer.requires_grad_(False)
+    kept = family.load(detected, torch.bfloat16, ("transformer",), keeps_stored=True).transformer
+    assert keep_stored_layers(kept) > 10
+    weights = dict(plain.named_parameters())
+    for path, layer in kept.named_modules():
+        if isinstance(layer, FrozenLayer):
+            assert torch.equal(layer.weight, weights[f"{path}.weight"])
+        elif isinstance(layer, nn.Linear):
+            assert torch.equal(layer.weight, weights[f"{path}.weight"]) and not layer.weight.is_meta
+    assert not any(parameter.is_meta for parameter in kept.parameters())
+    on_meta = load_pipeline_on_meta(family, detected, torch.bfloat16, keeps_stored=True).transformer
+    keep_stored_layers(on_meta)
+    sizes = [[parameter.nbytes for parameter in model.requires_grad_(False).parameters()] for model in (kept, on_meta)]
+    assert sizes[0] == sizes[1] and sum(sizes[0]) < sum(weight.nbytes for weight in weights.values())
+    ours, theirs = (BlockWeights(model.requires_grad_(False)) for model in (on_meta, plain))
+    assert ours.store("none", 0).saved_bytes == 0 and ours.store("none", 0).unpacked_weights > 10
+    in_blocks = sum(weight.nbytes for block in find_innermost_blocks(kept) for weight in block.parameters())
+    offloaded = ours.store("none", ours.count).saved_bytes
+    assert offloaded <= in_blocks < theirs.store("none", theirs.count).saved_bytes
+
+
+def test_what_dequantizes_a_base_is_said():
+    lora, keeps = AdapterConfig(), {"can_quantize": True}
+    assert explain_dequantization(ModelConfig(), lora, **keeps) is None
+    assert "ZeRO 3" in explain_dequantization(ModelConfig(), lora, can_quantize=False)
+    assert "dequantize_base" in explain_dequantization(ModelConfig(dequantize_base=True), lora, **keeps)
+    assert "merged" in explain_dequantization(ModelConfig(), replace(lora, base_weights=("a",)), **keeps)
+
+
+def test_fp4_is_not_taken_for_nf4():
+    """The kernel of bitsandbytes has the levels of nf4."""
+    weight = QuantizedWeight.quantize(torch.randn(4, 64), "nf4")
+    values, scale, levels = weight.tensors
+    stored = StoredWeight("fp4", weight.shape, (values, scale.float(), levels.flip(0)))
+    kept = replace(pack_stored_weight(stored, torch.bfloat16), nf4_kernel="bitsandbytes 0")
+    assert torch.equal(kept.dequantize(torch.float32), stored.dequantize())
