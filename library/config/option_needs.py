@@ -72,6 +72,7 @@ class Trait(Enum):
     NOISE_PREDICTION = "a model that predicts the noise"
     GUIDANCE = "a model with a guidance embedding"
     TEXT_ENCODERS = "a model whose text encoders can be trained"
+    STORED_QUANTIZED = "a model whose files store weights quantized"
 
 
 @dataclass(frozen=True)

@@ -219,7 +219,7 @@ class ModelConfig:
         False,
         "dequantize weights that the model's files store quantized (fp8, GGUF, nf4 ...) when they are loaded, instead"
         " of in each matmul: more memory, faster steps, the same result",
-        needs=ALWAYS,
+        needs=(Has(Trait.STORED_QUANTIZED), IS_LORA),
         changes_text_outputs=False,
         changes_result=False,
     )

@@ -51,6 +51,8 @@ class ModelTraits:
     """The options that the model's family has of its own, with those of its components."""
     timestep_sampling: TimestepSampling = "shift"
     """The default of ``timestep_sampling`` for the model's family."""
+    is_stored_quantized: bool = True
+    """Whether its files store weights quantized; True where they are not known."""
 
     def list_traits(self, noise: NoiseConfig) -> dict[Trait, str | None]:
         """Say of each trait of models whether this one has it, or why not."""
@@ -58,6 +60,8 @@ class ModelTraits:
         traits[Trait.GUIDANCE] = None if self.has_guidance_embedding else "the model has no guidance embedding"
         missing = f"the text encoders of {self.title} are never trained"
         traits[Trait.TEXT_ENCODERS] = None if self.can_train_text_encoders else missing
+        plain = "its files store no weights quantized"
+        traits[Trait.STORED_QUANTIZED] = None if self.is_stored_quantized else plain
         return traits
 
 

@@ -451,6 +451,7 @@ def collect_model_traits(detected: DetectedModel, adapter: AdapterConfig) -> Mod
         bool(facts.lora.text_encoders) or adapter.network_train_text_encoder_only,  # the latter is an error then
         {*facts.options.extra, *facts.options.components},
         timestep_sampling=facts.training_noise.timestep_sampling,
+        is_stored_quantized=bool(detected.stored_formats),
     )
 
 

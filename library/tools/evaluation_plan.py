@@ -167,7 +167,7 @@ def _merge_settings(runs: Sequence[EvaluatedRun], training: ParsedConfig, proble
     values = {name: value for name, value in first.items() if name in shared and name != "slider_prompts"}
     if "quantize_base" in values:
         logger.info("quantize_base: pictures are generated with the model as it is, without quantizing it")
-    dropped = ("quantize_base", "quantized_matmul")
+    dropped = ("quantize_base", "quantized_matmul", "dequantize_base")
     merged: RunConfig = build_config(RunConfig, {n: v for n, v in {**values, **explicit}.items() if n not in dropped})
     return merged
 
