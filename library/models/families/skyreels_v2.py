@@ -9,7 +9,7 @@ from ...config.network_args import GENERAL_NETWORK
 from ...dataset.clip_windows import FrameRule
 from ...diffusion.timestep_shift import FixedShift
 from ..base import BaseModelInfo
-from ..facts import DetectionFacts, FamilyMatch, PipelineFacts, SamplingFacts, SingleFileFacts
+from ..facts import DetectionFacts, FamilyMatch, PipelineFacts, SamplingFacts
 from ..family_noise_levels import TrainingNoiseFacts
 from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import match_flow_model
@@ -34,7 +34,13 @@ FACTS = replace(
         hub_id="Skywork/SkyReels-V2-T2V-14B-540P-Diffusers",
         frames=FrameRule(stride=4, fps=24.0),
     ),
-    detection=DetectionFacts(match_configs=_match_skyreels_v2),
+    # Files have the names and sizes of Wan 2.1 14B, for which they are taken without --family.
+    detection=DetectionFacts(
+        match_configs=_match_skyreels_v2,
+        keys=WAN_FACTS.detection.keys,
+        diffusers_keys=WAN_FACTS.detection.diffusers_keys,
+        shape_checks=WAN_FACTS.detection.shape_checks,
+    ),
     lora=replace(
         WAN_FACTS.lora,
         targets_of="",
@@ -43,10 +49,9 @@ FACTS = replace(
     ),
     training_noise=TrainingNoiseFacts(shift=FixedShift(3.0), reason="as Wan 2.1, since no trainer's guide has another"),
     sampling=SamplingFacts(num_inference_steps=50, guidance_scale=6.0, image_size=(960, 544)),
-    # Only diffusers' folders are tried, and no command of musubi-tuner is for this model.
-    single_files=SingleFileFacts(),
+    # No command of musubi-tuner is for this model.
     options=replace(WAN_FACTS.options, network=GENERAL_NETWORK, musubi_versions={}),
-    notes="text to video; diffusers folders",
+    notes="text to video; single files with `--family skyreels_v2`",
 )
 
 
