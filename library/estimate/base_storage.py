@@ -27,7 +27,7 @@ UNPACKING_TRAFFIC: Mapping[str, int] = {"none": 0, "fp8": 24, "int8": 24, "nf4":
 From the time of FLUX.1 with fp8 on an H100, and of the kernel of bitsandbytes for nf4 there.
 """
 GGUF_TRAFFIC = 60
-"""The same for blocks of GGUF and other formats of files, counted from the operations of Q4_K."""
+"""Bytes for each element of blocks of GGUF and other formats of files, counted from the operations of Q4_K."""
 KERNELS_PER_UNPACKING = 2.5
 """Kernels that unpack one quantized weight on a GPU."""
 

@@ -110,7 +110,7 @@ def _merge_gguf_headers(paths: list[Path]) -> CheckpointHeader:
                 names[key] = name
             if tensor.type_name not in PLAIN_BYTES:
                 formats[key] = StoredFormat(tensor.type_name, tensor.shape)
-    return CheckpointHeader(shapes, {}, formats, names, architecture, heads)
+    return CheckpointHeader(shapes, {}, formats, names, architecture=architecture, heads=heads)
 
 
 def read_safetensors_header(path: Path) -> RawHeader:

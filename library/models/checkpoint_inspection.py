@@ -157,12 +157,20 @@ def list_denoiser_formats(header: CheckpointHeader, facts: FamilyFacts) -> tuple
     return tuple(name for name, _ in names.most_common())
 
 
-def reject_unsupported_model(header: CheckpointHeader, families: Iterable[FamilyFacts]) -> None:
-    """Raise if the model is of a type of its family that cannot be trained."""
+def reject_unsupported_model(
+    header: CheckpointHeader, families: Iterable[FamilyFacts], *, is_unmatched: bool = False
+) -> None:
+    """Raise if the model is of a type of its family that cannot be trained.
+
+    Shapes that configurations have as well are those of no model of the family, and may be those of another one: they
+    count where no configuration matches, with ``is_unmatched``.
+    """
     for facts in families:
         if not has_denoiser(header, facts):
             continue
         for (key, axis, length), description in facts.detection.unsupported_shapes.items():
+            if ((key, axis) in facts.detection.shape_checks) != is_unmatched:
+                continue
             shape = _find_shape(header, key, facts)
             if shape is not None and len(shape) > axis and shape[axis] == length:
                 raise ModelError(f"is {description}")

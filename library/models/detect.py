@@ -261,6 +261,7 @@ def _detect_single_file(
             detected = _build_single_file_model(path, header, family, config, family_option is not None)
             is_told = variant is not None or family not in FAMILY_FACTS  # whose variants --family does not take
             return detected if is_told else _mention_variants(detected, configs[1:])
+    reject_unsupported_model(header, FAMILY_FACTS.values(), is_unmatched=True)
     if candidates:
         raise ModelError(
             f"looks like {get_family_facts(candidates[0]).title}, but of unknown sizes; use the model as "

@@ -26,6 +26,7 @@ _VAES = {
     "AutoencoderKLHunyuanVideo": original_checkpoints.convert_hunyuan_video_vae,
     "AutoencoderKLHunyuanVideo15": original_checkpoints.convert_hunyuan_video15_vae,
     "AutoencoderKLQwenImage21": original_checkpoints.convert_qwen_image21_vae,
+    "residual": original_checkpoints.convert_wan22_vae,
 }
 """How to write each class of VAE with the names of published files; others have those of diffusers."""
 
@@ -42,7 +43,8 @@ def convert_vae(vae: nn.Module) -> dict[str, Tensor]:
             next((new + key.removeprefix(old) for old, new in starts.items() if key.startswith(old)), key): tensor
             for key, tensor in tensors.items()
         }
-    return _VAES.get(name, nn.Module.state_dict)(vae)
+    is_residual = name == "AutoencoderKLWan" and vae.config.is_residual
+    return _VAES.get("residual" if is_residual else name, nn.Module.state_dict)(vae)
 
 
 def convert_denoiser(family: str, pipe: Any) -> dict[str, Tensor]:
@@ -55,6 +57,7 @@ def convert_denoiser(family: str, pipe: Any) -> dict[str, Tensor]:
     base = {"longcat_image_edit": "longcat_image"}.get(family, family)
     base = "flux" if family in ("flux_kontext", "flux_fill", "flux_control") else base
     base = "qwen_image" if family.startswith("qwen_image_edit") else base
+    base = "wan" if family in ("skyreels_v2", "wan22_ti2v") else base
     return original_checkpoints.TRANSFORMERS.get(base, nn.Module.state_dict)(pipe.transformer)
 
 

@@ -472,6 +472,32 @@ _QWEN_IMAGE21_VAE = {
 }
 
 
+def convert_wan22_vae(vae: nn.Module) -> dict[str, Tensor]:
+    """The names of Wan 2.2's VAE, whose blocks are lists of layers: ``encoder.downsamples.0.downsamples.1.residual.2``."""
+    inner = {"norm1": "residual.0", "conv1": "residual.2", "norm2": "residual.3", "conv2": "residual.6"}
+    inner["conv_shortcut"] = "shortcut"
+    outer = {"conv_in": "conv1", "norm_out": "head.0", "conv_out": "head.2"}
+    tensors = {}
+    for key, tensor in vae.state_dict().items():
+        half, *parts = key.split(".")
+        samples = "downsamples" if half == "encoder" else "upsamples"
+        if half.endswith("quant_conv"):
+            name = ["conv2" if half.startswith("post") else "conv1", *parts]
+        elif parts[0] in outer:
+            name = [half, outer[parts[0]], *parts[1:]]
+        elif parts[:2] == ["mid_block", "resnets"]:
+            name = [half, "middle", str(2 * int(parts[2])), inner[parts[3]], *parts[4:]]
+        elif parts[0] == "mid_block":
+            name = [half, "middle", "1", *parts[3:]]
+        elif parts[2] == "resnets":
+            name = [half, samples, parts[1], samples, parts[3], inner[parts[4]], *parts[5:]]
+        else:
+            last = vae.config.num_res_blocks + (half == "decoder")
+            name = [half, samples, parts[1], samples, str(last), *parts[3:]]
+        tensors[".".join(name)] = tensor
+    return tensors
+
+
 def convert_qwen_image21_vae(vae: nn.Module) -> dict[str, Tensor]:
     """The names of Wan 2.2's VAE, whose kernels have an axis for frames."""
     tensors = {}

@@ -123,11 +123,7 @@ FACTS = FamilyFacts(
         },
         unsupported_shapes={
             ("vace_patch_embedding.weight", 1, 96): "Wan 2.1 VACE, which cannot be trained yet",
-            (
-                "patch_embedding.weight",
-                1,
-                48,
-            ): "Wan 2.2 TI2V (diffusers' folders only) or a Fun-Control (cannot be trained yet)",
+            ("patch_embedding.weight", 1, 48): "Wan 2.1 Fun-Control, which cannot be trained yet",
         },
         unsupported_file_names=dict.fromkeys(
             ("high_noise", "low_noise"),

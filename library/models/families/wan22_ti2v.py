@@ -5,6 +5,7 @@ A given frame is clean where the others are noisy, and its tokens have timestep 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from ...config.network_args import GENERAL_NETWORK
 from ...dataset.clip_windows import FrameRule
 from ...diffusion.timestep_shift import FixedShift
 from ..base import BaseModelInfo
-from ..facts import DetectionFacts, FamilyMatch, PipelineFacts, SamplingFacts, SingleFileFacts, TrainerNames
+from ..facts import DetectionFacts, FamilyMatch, PipelineFacts, SamplingFacts, TrainerNames
 from ..family_noise_levels import WEIGHTED, TrainingNoiseFacts
 from ..model_configs import ConfigReader, read_required
 from ..shared_facts import match_flow_model
@@ -32,6 +33,29 @@ def _match_wan22_ti2v(read: ConfigReader) -> FamilyMatch | None:
     return match_flow_model(read, 1, f"the transformer has {config.get('num_layers')} blocks and a time for each token")
 
 
+def _build_vae_patterns(config: Mapping[str, Any]) -> dict[str, str]:
+    """Build the patterns of the VAE's keys in diffusers, and what its authors' file has there."""
+    count = int(config["num_res_blocks"])
+    return {
+        r"^quant_conv\.": "conv1.",
+        r"^post_quant_conv\.": "conv2.",
+        r"\.conv_in\.": ".conv1.",
+        r"\.norm_out\.": ".head.0.",
+        r"\.conv_out\.": ".head.2.",
+        r"\.norm1\.": ".residual.0.",
+        r"\.resnets\.(\d)\.conv1\.": r".resnets.\1.residual.2.",
+        r"\.norm2\.": ".residual.3.",
+        r"\.resnets\.(\d)\.conv2\.": r".resnets.\1.residual.6.",
+        r"\.conv_shortcut\.": ".shortcut.",
+        r"\.mid_block\.resnets\.0\.": ".middle.0.",
+        r"\.mid_block\.attentions\.0\.": ".middle.1.",
+        r"\.mid_block\.resnets\.1\.": ".middle.2.",
+        r"\.(down|up)_blocks\.(\d)\.resnets\.": r".\1samples.\2.\1samples.",
+        r"\.down_blocks\.(\d)\.downsampler\.": rf".downsamples.\1.downsamples.{count}.",
+        r"\.up_blocks\.(\d)\.upsampler\.": rf".upsamples.\1.upsamples.{count + 1}.",
+    }
+
+
 FACTS = replace(
     WAN_FACTS,
     title="Wan 2.2 TI2V",
@@ -44,6 +68,9 @@ FACTS = replace(
     ),
     detection=DetectionFacts(
         match_configs=_match_wan22_ti2v,
+        keys=WAN_FACTS.detection.keys,
+        diffusers_keys=WAN_FACTS.detection.diffusers_keys,
+        shape_checks=WAN_FACTS.detection.shape_checks,
         trainer_names=TrainerNames(
             ai_toolkit=("wan22_5b",),
             diffusion_pipe=("wan",),
@@ -64,10 +91,10 @@ FACTS = replace(
         other_trainers={"ai-toolkit": WEIGHTED},
     ),
     sampling=SamplingFacts(num_inference_steps=50, guidance_scale=5.0, image_size=(1280, 704)),
-    # Only diffusers' folders are tried, and no command of musubi-tuner is for this model.
-    single_files=SingleFileFacts(),
+    # No command of musubi-tuner is for this model.
+    single_files=replace(WAN_FACTS.single_files, build_vae_patterns=_build_vae_patterns),
     options=replace(WAN_FACTS.options, network=GENERAL_NETWORK, musubi_versions={}, extra=("image_to_video",)),
-    notes="5B, text to video, or from the first frame (`--image_to_video`); diffusers folders",
+    notes="5B, text to video, or from the first frame (`--image_to_video`)",
 )
 
 
