@@ -125,7 +125,7 @@ def load_training_pipeline(
     for device, loaded_dtype in dict.fromkeys((devices[name], dtypes[name]) for name in needed):
         names = [name for name in needed if (devices[name], dtypes[name]) == (device, loaded_dtype)]
         pipe = family.load(detected, loaded_dtype, names, pipe=pipe, device=device, keeps_stored=keeps_stored)
-        for name in {*names} & {*family.facts.pipeline.denoisers} if keeps_stored else ():
+        for name in [each for each in names if each in family.facts.pipeline.denoisers] if keeps_stored else ():
             keep_stored_layers(getattr(pipe, name), config.model.quantize_base)
     if "vae" not in needed and prompts:
         pipe = family.load(detected, dtype, family.facts.image_encoders, pipe=pipe)

@@ -248,6 +248,25 @@ def _pack_text(text: str) -> bytes:
     return struct.pack("<Q", len(text)) + text.encode()
 
 
+def quantize_torchao(
+    state: Mapping[str, Tensor], kind: str
+) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Tensor]]:
+    """Store matrices in ``int8`` or ``float8`` as torchao does: what is stored, its metadata, what it stands for."""
+    result, metadata, reference = {}, {"tensor_names": json.dumps(list(state))}, dict(state)
+    for key, tensor in state.items():
+        if not is_quantized_key(key, tensor):
+            result[key], metadata[key] = tensor, json.dumps({"_type": "Tensor"})
+            continue
+        base, peak = key.removesuffix(".weight"), 127 if kind == "int8" else 448
+        scale = tensor.float().abs().amax(1, keepdim=True) / peak
+        values = tensor.float() / scale
+        values = values.round().to(torch.int8) if kind == "int8" else values.to(torch.float8_e4m3fn)
+        result[f"{base}._weight_qdata"], result[f"{base}._weight_scale"] = values, scale
+        metadata[key] = json.dumps({"_type": f"{kind.capitalize()}Tensor", "_tensor_data_names": ["qdata", "scale"]})
+        reference[key] = values.float() * scale
+    return result, metadata, reference
+
+
 def quantize_nf4(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Store matrices in nf4 as bitsandbytes does; return what is stored, and what it stands for."""
     result, reference = {}, dict(state)

@@ -88,6 +88,26 @@ def test_a_repository_in_nf4_is_read_without_bitsandbytes(build_case, tmp_path):
         detect_model(str(tmp_path))
 
 
+@pytest.mark.parametrize("kind", ["int8", "float8"])
+def test_a_repository_of_torchao_is_read_without_torchao(kind, build_case, tmp_path):
+    _, tiny = build_case("z_image")
+    tiny.pipe.save_pretrained(tmp_path)
+    stored, metadata, reference = model_layouts.quantize_torchao(tiny.pipe.transformer.state_dict(), kind)
+    file, path = "diffusion_pytorch_model.safetensors", tmp_path / "transformer" / "config.json"
+    model_layouts.save_tensors(stored, tmp_path / "transformer" / file, metadata)
+    settings = {"quant_method": "torchao", "quant_type": {"default": {"_type": f"{kind.capitalize()}WeightOnlyConfig"}}}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": settings}))
+    detected = detect_model(str(tmp_path))
+    assert detected.stored_formats == ("int8" if kind == "int8" else "fp8",)
+    loaded = FAMILIES.get("z_image")().load(detected, torch.float32, ("transformer",)).transformer.state_dict()
+    assert all(torch.equal(tensor, reference[key]) for key, tensor in loaded.items())
+    key = next(key for key in stored if key.endswith("_qdata"))
+    more = {key.replace("_qdata", "_zero_point"): torch.ones(1)}
+    model_layouts.save_tensors(stored | more, tmp_path / "transformer" / file, metadata)
+    with pytest.raises(ModelError, match="torchao .* not read; use a file of this model in bf16"):
+        read_file_weights([tmp_path / "transformer" / file])
+
+
 def test_a_variant_in_several_files_is_loaded(build_case, tmp_path):
     _, tiny = build_case("z_image")
     tiny.pipe.save_pretrained(tmp_path, variant="fp16", max_shard_size="60KB")
