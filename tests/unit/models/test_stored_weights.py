@@ -104,7 +104,7 @@ def test_a_repository_of_torchao_is_read_without_torchao(kind, build_case, tmp_p
     key = next(key for key in stored if key.endswith("_qdata"))
     more = {key.replace("_qdata", "_zero_point"): torch.ones(1)}
     model_layouts.save_tensors(stored | more, tmp_path / "transformer" / file, metadata)
-    with pytest.raises(ModelError, match="torchao .* not read; use a file of this model in bf16"):
+    with pytest.raises(ModelError, match=r"torchao .* not read; use a file of this model in bf16"):
         read_file_weights([tmp_path / "transformer" / file])
 
 
