@@ -52,7 +52,7 @@ class QuantizedMatmulLinear(FrozenLinear):
 
 def can_multiply_quantized(layer: nn.Module, weight: QuantizedWeight) -> bool:
     """Whether a layer can become a ``QuantizedMatmulLinear``: weights of files may have scales of blocks, or e5m2."""
-    if type(layer) not in (nn.Linear, FrozenLinear) or weight.quant_type not in QUANT_TYPES:
+    if not isinstance(layer, nn.Linear) or weight.quant_type not in QUANT_TYPES:
         return False
     if weight.tensors[0].dtype not in (FP8_DTYPE, torch.int8) or weight.tensors[1].shape[1] > 1:
         return False

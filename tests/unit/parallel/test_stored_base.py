@@ -62,7 +62,7 @@ def test_a_base_is_rounded_again_only_where_that_saves_memory(tmp_path):
     rounded = {
         each.format for name, each in build_stored_weights(tmp_path).items() if should_quantize(stored[name], "nf4")
     }
-    assert rounded == {"fp8", "int8", "Q8_0", "Q6_K"}
+    assert rounded == {"fp8", "int8", "Q8_0", "Q6_K", "Q5_1"}
 
 
 def write_nf4(pipe, folder):
@@ -85,8 +85,9 @@ def write_stored_model(name, kind, pipe, folder):
         model_layouts.write_gguf(tensors, path, "any")
     else:
         model_layouts.save_tensors(model_layouts.scale_to_fp8(tensors, "comfy_quant")[0], path)
+    tokenizers = model_layouts.save_tokenizers(name, pipe, folder / "tokenizers")
     others = {part: str(folder / "model" / part) for part in ("text_encoder", "vae")}
-    return model_layouts.build_options(name, {"transformer": str(path), **others}, "")
+    return model_layouts.build_options(name, {"transformer": str(path), **others}, tokenizers)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("z_image", "gguf"), ("z_image", "nf4"), ("qwen_image", "fp8")])
