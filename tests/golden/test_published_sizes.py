@@ -307,7 +307,7 @@ SAME_SIZES = ("z_image_base", "krea2_turbo", "pixart_sigma_512", "pixart_sigma_2
 """Configurations that differ from another in schedulers or positions only, which files do not contain."""
 
 
-TOLD_BY_OPTIONS = {"wan22_t2v", "hunyuan_video15_i2v"}
+TOLD_BY_OPTIONS = {"wan22_t2v", "skyreels_v2", "hunyuan_video15_i2v"}
 """Families whose files have the names and sizes of Wan 2.1 14B and HunyuanVideo 1.5 T2V."""
 
 

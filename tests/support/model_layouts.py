@@ -57,7 +57,7 @@ def convert_denoiser(family: str, pipe: Any) -> dict[str, Tensor]:
     base = {"longcat_image_edit": "longcat_image"}.get(family, family)
     base = "flux" if family in ("flux_kontext", "flux_fill", "flux_control") else base
     base = "qwen_image" if family.startswith("qwen_image_edit") else base
-    base = "wan" if family in ("skyreels_v2", "wan22_ti2v") else base
+    base = "wan" if family == "skyreels_v2" else base
     return original_checkpoints.TRANSFORMERS.get(base, nn.Module.state_dict)(pipe.transformer)
 
 
@@ -98,7 +98,7 @@ def build_options(family: str, paths: Mapping[str, str], tokenizers: str, **othe
     facts = FAMILY_FACTS[family]
     options = {component: option for option, component in facts.options.components.items()}
     components = {options[name]: path for name, path in paths.items() if name != facts.denoiser_name}
-    is_named = facts.pipeline.kind == "edit" or family in ("skyreels_v2", "hunyuan_video15_i2v")
+    is_named = facts.pipeline.kind == "edit" or family in ("skyreels_v2", "hunyuan_video15_i2v", "wan22_ti2v")
     named = {"family": family} if is_named else {}
     return ModelConfig(paths[facts.denoiser_name], tokenizer_cache_dir=tokenizers, **components, **named, **others)
 
