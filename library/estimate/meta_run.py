@@ -5,6 +5,7 @@ The training code itself builds, adapts and partitions the model, so there is no
 
 import copy
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from ..models.families import FAMILIES
 from ..models.loading import load_pipeline_on_meta
 from ..models.text_encoding import encode_text_on_meta
 from ..models.trained_components import list_cached_text_components, select_trained_text_encoders
+from ..optim.fused_backward import count_collected_bytes
 from ..optim.optimizers import ParamGroup
 from ..parallel.activation_checkpointing import enable_activation_checkpointing
 from ..parallel.async_copy import CopyStream
@@ -48,13 +50,15 @@ from ..training.trainable_modules import (
     fuse_layers,
     get_trainable_parameters,
 )
-from .base_storage import KERNELS_PER_UNPACKING, BlockWeights, StoredBase
+from .base_storage import KERNELS_PER_UNPACKING, BlockStorage, BlockWeights, StoredBase, TrainedBlockWeights
 from .meta_memory_meter import AutocastEmulation, MemoryMeter, run_backward
+from .optimizer_memory import WeightKind, count_kinds
 from .repeated_blocks import RepeatedBlocks
 from .step_memory import MetaStep, StepRecorder
 
 META = torch.device("meta")
-COUNTS, FROZEN_COUNTS = ("trainable_bytes", "trainable_elements"), ("sharded_bytes", "num_frozen_matrices")
+COUNTS = ("trainable_bytes", "trainable_elements", "trainable_kinds", "collected_bytes")
+FROZEN_COUNTS = ("sharded_bytes", "num_frozen_matrices")
 """Properties of ``MetaRun`` that are counted over thousands of tensors."""
 
 
@@ -168,9 +172,10 @@ class MetaRun:
         if self._dtype is not None:
             leave_input_casts_to_autocast(self.trained)
         self.denoiser: Any = self.trained.denoiser
-        self.base_weights = BlockWeights(self.denoiser)
+        trained = TrainedBlockWeights if config.adapter.is_full else BlockWeights
+        self.base_weights: BlockStorage = trained(self.denoiser)
         self.stored = self._store_base_weights(config)
-        self._saved_bytes = 0
+        self._saved_bytes = self.stored.saved_bytes if config.adapter.is_full else 0
         self._whole_bytes: int | None = None
         self._ring: list[Tensor] = []
         self._quantize_and_fuse(config, precision)
@@ -208,7 +213,10 @@ class MetaRun:
         if config.train.gradient_checkpointing:
             enable_activation_checkpointing(self.trained.children(), self.denoiser, config.train)
         other._set_checkpoint_function()
-        if is_quantized_or_offloaded(config.model, config.train):
+        if config.adapter.is_full:
+            other.stored = other._store_base_weights(config)
+            other._saved_bytes = other.stored.saved_bytes
+        elif is_quantized_or_offloaded(config.model, config.train):
             other.stored = other._store_base_weights(config)
             other._store_denoiser(config)
             other.frozen = [parameter for parameter in self.trained.parameters() if not parameter.requires_grad]
@@ -230,8 +238,9 @@ class MetaRun:
 
     @staticmethod
     def _is_same_for_all_blocks(config: RunConfig) -> bool:
-        """Whether equal blocks are treated alike: swapped ones and every n-th checkpointed one are not."""
-        return not config.train.blocks_to_swap and config.train.gradient_checkpointing_every == 1
+        """Whether equal blocks are treated alike: every n-th checkpointed one is not, nor are swapped frozen ones."""
+        is_swapped = bool(config.train.blocks_to_swap) and not config.adapter.is_full
+        return not is_swapped and config.train.gradient_checkpointing_every == 1
 
     def _run_steps(self) -> MetaStep:
         self._repeated.is_enabled = self._is_same_for_all_blocks(self.config)
@@ -288,6 +297,16 @@ class MetaRun:
     @cached_property
     def trainable_elements(self) -> int:
         return sum(parameter.numel() for parameter in self.trainable)
+
+    @cached_property
+    def trainable_kinds(self) -> Counter[WeightKind]:
+        """The number of trained parameters of each shape and dtype."""
+        return count_kinds(self.trainable)
+
+    @cached_property
+    def collected_bytes(self) -> int:
+        """Bytes of the gradients that a fused backward pass holds at most."""
+        return count_collected_bytes([each.nbytes for each in self.trainable])
 
     @cached_property
     def sharded_bytes(self) -> int:
@@ -465,7 +484,7 @@ class MetaRun:
         return tuple(controls)
 
     def _quantize_and_fuse(self, config: RunConfig, precision: str) -> None:
-        if is_quantized_or_offloaded(config.model, config.train):
+        if is_quantized_or_offloaded(config.model, config.train) and not config.adapter.is_full:
             self._store_denoiser(config)
         if not config.distributed.torch_compile:
             fuse_layers(self.trained, config.distributed, config.train, precision)

@@ -44,7 +44,8 @@ class MetaRuns:
             same_settings = next((run for (other, _), run in self._runs.items() if other == settings), None)
             with disable_logging():
                 self._runs[key] = MetaRun(layout.config, self.model, self.batch, *partition, same_settings)
-        return self._runs[key].replace_cache_settings(layout.config)
+        run = self._runs[key].replace_cache_settings(layout.config)
+        return run.replace_swaps(layout.config) if layout.config.adapter.is_full else run
 
     def measure_optimizer(self, layout: ParallelLayout, run: MetaRun) -> OptimizerMemory:
         """Return what the optimizer needs for all trainable parameters, which is measured once.
@@ -70,10 +71,13 @@ class MetaRuns:
     def _get_key(self, layout: ParallelLayout) -> tuple[str, Partition]:
         config = layout.config
         step_config = replace(config, cache=_get_step_cache(config.cache, config.adapter), **_NO_LAYOUT)
-        if config.adapter.is_full:  # what updates the weights does not change the step
+        if config.adapter.is_full:  # neither what updates the weights nor where they are changes the step
             optim = replace(config.optim, optimizer_type="", optimizer_args=())
             step_config = replace(
-                step_config, optim=optim, full=replace(config.full, fused_backward_pass=False, stochastic_rounding=True)
+                step_config,
+                optim=optim,
+                train=replace(config.train, blocks_to_swap=0, block_swap_ring_size=0),
+                full=replace(config.full, fused_backward_pass=False, stochastic_rounding=True),
             )
         return repr(step_config), get_partition(layout, self.model)
 

@@ -24,6 +24,17 @@ COLLECTED_SHARE = 1 / 32
 """Gradients are collected up to this share of all, and at most so many bytes."""
 
 
+def count_collected_bytes(sizes: Sequence[int]) -> int:
+    """Count the gradients that are held at most, of weights of these sizes; backward reaches the last first."""
+    limit, held, largest = min(MAX_COLLECTED_BYTES, COLLECTED_SHARE * sum(sizes)), 0, 0
+    for size in reversed(sizes):
+        held += size
+        largest = max(largest, held)
+        if held >= limit:
+            held = 0
+    return largest
+
+
 class PartialStep:
     """Steps an optimizer for some of its weights at a time, with the result of one step for all of them.
 

@@ -32,7 +32,7 @@ from .frozen_base import find_innermost_blocks, number_experts, select_spread_in
 from .quantize import QuantizedWeight
 
 MIN_STATE_SHARE = 8
-"""State of a weight is in host memory if it has at least 1/8 of the weight's bytes: moments, but no means of rows."""
+"""State of a weight is in host memory if it has at least 1/8 of the bytes of the weight."""
 
 
 class SavedView(NamedTuple):
@@ -252,7 +252,9 @@ class TrainedBlockSwap(BlockOffloader, WeightPlacement):
     @contextmanager
     def hold_state(self, optimizer: Optimizer, weights: Sequence[Tensor]) -> Iterator[None]:
         swapped = [weight for weight in weights if weight in self._block_of]
-        on_device = {weight for group in optimizer.param_groups if _has_state_on_device(group) for weight in group["params"]}
+        on_device = {
+            weight for group in optimizer.param_groups if _has_state_on_device(group) for weight in group["params"]
+        }
         for weight in swapped:
             self._trained[self._block_of[weight]].is_changed = True
             for key, value in _iter_state(optimizer, weight):
@@ -261,7 +263,7 @@ class TrainedBlockSwap(BlockOffloader, WeightPlacement):
         yield
         for weight in swapped:
             for key, value in _iter_state(optimizer, weight):
-                if MIN_STATE_SHARE * value.nbytes >= weight.nbytes and value.dim():
+                if is_large_state(value, weight):
                     optimizer.state[weight][key] = self._copy_to_host(weight, key, value)
 
     def _copy_to_host(self, weight: Tensor, key: str, value: Tensor) -> Tensor:
@@ -278,6 +280,11 @@ class TrainedBlockSwap(BlockOffloader, WeightPlacement):
 def _get_storage(tensor: Tensor) -> int:
     """Return what identifies the memory of a tensor while it exists, on the meta device as well."""
     return tensor.untyped_storage()._cdata
+
+
+def is_large_state(value: Tensor, weight: Tensor) -> bool:
+    """Whether a value of the optimizer state of a swapped weight is in host memory: moments are, means of rows not."""
+    return MIN_STATE_SHARE * value.nbytes >= weight.nbytes and value.dim() > 0
 
 
 def _iter_state(optimizer: Optimizer, weight: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -86,16 +86,22 @@ def assert_equal(one, other):
         torch.testing.assert_close(left, right, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("is_checkpointed", [False, True])
-@pytest.mark.parametrize(("swapped", "ring_size"), [(DEPTH, 1), (DEPTH, 2), (DEPTH, 3), (3, 2), (DEPTH, DEPTH)])
+@pytest.mark.parametrize(
+    ("swapped", "ring_size", "is_checkpointed", "dtype"),
+    [
+        (DEPTH, 1, False, torch.float32),
+        (DEPTH, 2, True, torch.bfloat16),
+        (3, 2, False, torch.bfloat16),
+        (DEPTH, DEPTH, True, torch.float32),
+    ],
+)
 def test_weights_and_state_are_those_without_swap_to_the_bit_and_copies_are_ordered(
     swapped, ring_size, is_checkpointed, dtype
 ):
     streams, settings = FakeStreams(), {"is_checkpointed": is_checkpointed, "dtype": dtype}
     trainer, plain = Trainer(swapped, ring_size=ring_size, streams=streams, **settings), Trainer(0, **settings)
     start = plain.read()[0]
-    for number in range(3):
+    for number in range(2):
         with RaceDetector(streams) as detector:
             trainer.step(number)
         plain.step(number)
@@ -116,7 +122,7 @@ def test_accumulated_gradients_wait_in_host_memory_and_reach_weights_that_the_la
     streams = FakeStreams()
     trainer = Trainer(DEPTH, streams=streams, is_checkpointed=is_checkpointed)
     plain = Trainer(0, is_checkpointed=is_checkpointed)
-    for number in range(3):
+    for number in range(2):
         with RaceDetector(streams) as detector:
             trainer.step(number, ORDERS)
         plain.step(number, ORDERS)
