@@ -24,7 +24,7 @@ from .gradient_accumulation import TrainingTask
 from .gradient_clipping import clip_sharded_grad_norm
 from .gradient_sync import all_reduce_gradients
 from .parallel_plan import ParallelPlan
-from .sharded_weights import GatherWeight, replace_optimizer_parameters, sum_over_group
+from .sharded_weights import GatherWeight, PartialWeights, replace_optimizer_parameters, sum_over_group
 from .strategy import Strategy, StrategySettings
 from .tensor_parallel import TensorParallel
 from .tensor_parallel_weights import TensorParallelWeights
