@@ -13,7 +13,7 @@ from torch import nn
 from ..parallel.block_swap import OffloadedBytes, count_block_bytes
 from ..parallel.frozen_base import find_innermost_blocks, list_experts, select_spread_indices
 from ..parallel.quantize import QuantizedWeight, can_convert_frozen_layer
-from ..parallel.trained_block_swap import count_parameter_bytes, list_swappable_parameters
+from ..parallel.trained_block_swap import count_swapped_bytes, list_swappable_parameters
 from .optimizer_memory import WeightKind, count_kinds
 
 UNPACKING_TRAFFIC: Mapping[str, int] = {"none": 0, "fp8": 24, "int8": 24, "nf4": 4}
@@ -65,7 +65,7 @@ class TrainedBlockWeights:
 
     def __init__(self, denoiser: nn.Module):
         blocks = list_swappable_parameters(denoiser)
-        self._sizes = [count_parameter_bytes(block) for block in blocks]
+        self._sizes = [count_swapped_bytes(block) for block in blocks]
         trained = [[each for each in block if each.requires_grad] for block in blocks]
         self._kinds = [count_kinds(block) for block in trained]
         self._trained_bytes = [sum(each.nbytes for each in block) for block in trained]

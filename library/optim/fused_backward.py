@@ -101,17 +101,21 @@ class WeightPlacement:
     def enter(self, weight: Tensor) -> None:
         """Bring a weight to the device, if it is not there."""
 
+    def is_complete(self, weight: Tensor) -> bool:
+        """Whether no other gradient of a weight follows in this backward pass; call it once for each."""
+        return True
+
     def keep_gradient(self, weight: Tensor) -> None:
-        """Store the gradient of a micro-batch, to which those of others are added."""
+        """Store a gradient to which others are added."""
 
     def restore_gradient(self, weight: Tensor) -> None:
-        """Add what is stored to the gradient of the last micro-batch."""
+        """Add what is stored to the last gradient."""
 
     def discard_gradients(self) -> None:
         """Forget stored gradients."""
 
     def iter_unreached(self) -> Iterator[list[Tensor]]:
-        """Yield weights that the last micro-batch did not reach, on the device with their stored gradients."""
+        """Yield weights for which no last gradient came, on the device with their stored gradients."""
         yield from ()
 
     @contextmanager
@@ -210,6 +214,9 @@ class FusedBackward:
         weight.grad = None
 
     def _collect(self, weight: Tensor) -> None:
+        if not self._placement.is_complete(weight):
+            self._placement.keep_gradient(weight)
+            return
         self._placement.enter(weight)
         self._placement.restore_gradient(weight)
         self._collected.append(weight)

@@ -80,9 +80,11 @@ class TrainedBlockSwap(BlockOffloader, WeightPlacement):
         self._kept_gradients: dict[Tensor, Tensor] = {}
         """Gradients of micro-batches before the last, in host memory."""
         self._host_buffers: dict[tuple[Tensor, str], Tensor] = {}
+        self._uses, self._gradients = Counter[int](), Counter[Tensor]()
+        """How often each block was entered for a forward pass with gradients, and how many of a weight came since."""
 
     @property
-    def swapped(self) -> set[Tensor]:
+    def swapped_weights(self) -> set[Tensor]:
         """The parameters in host memory."""
         return {*self._block_of}
 
@@ -135,6 +137,7 @@ class TrainedBlockSwap(BlockOffloader, WeightPlacement):
             engine.queue_callback(self._end_backward)
         self._leave_block()
         self._start_visit(visit)
+        self._uses[block] += torch.is_grad_enabled() and not visit.is_backward
         self._on_device = self._trained[block]
         self._on_device.set_data([weight.tensors[0] for weight in self._weights])
 
@@ -159,6 +162,8 @@ class TrainedBlockSwap(BlockOffloader, WeightPlacement):
     def _end_backward(self) -> None:
         self._leave_block()
         self._visit = None
+        self._uses.clear()
+        self._gradients.clear()
         self._wait_for_host()
 
     def _wait_for_host(self) -> None:
@@ -214,6 +219,17 @@ class TrainedBlockSwap(BlockOffloader, WeightPlacement):
     def enter(self, weight: Tensor) -> None:
         if (block := self._block_of.get(weight)) is not None:
             self._enter_block(block)
+
+    def is_complete(self, weight: Tensor) -> bool:
+        """Whether this gradient of a weight is the last of the backward pass.
+
+        When the data of a parameter changes its device, autograd forgets the node that adds up its gradients.  So a
+        block that was left and entered again has a gradient for each time.
+        """
+        if (block := self._block_of.get(weight)) is None:
+            return True
+        self._gradients[weight] += 1
+        return self._gradients[weight] >= self._uses[block]
 
     def keep_gradient(self, weight: Tensor) -> None:
         if weight not in self._block_of or weight.grad is None:
@@ -329,13 +345,13 @@ def swap_trained_blocks(
     blocks, parameters = find_innermost_blocks(denoiser), list_swappable_parameters(denoiser)
     experts = number_experts(denoiser, blocks)
     chosen = [index for index in select_spread_indices(len(blocks), train.blocks_to_swap) if parameters[index]]
-    sizes = [count_parameter_bytes(parameters[index]) for index in chosen]
+    sizes = [count_swapped_bytes(parameters[index]) for index in chosen]
     swap = TrainedBlockSwap(device, OffloadedBytes.from_blocks(sizes, train.block_swap_ring_size), stream)
     for index in chosen:
         swap.add_block(blocks[index], parameters[index], experts[index])
     return swap
 
 
-def count_parameter_bytes(parameters: Sequence[Tensor]) -> int:
+def count_swapped_bytes(parameters: Sequence[Tensor]) -> int:
     """Count the bytes of the parameters of a block in host memory."""
     return count_block_bytes([QuantizedWeight.quantize(each, "none") for each in parameters])

@@ -148,9 +148,7 @@ def build_run(
     swap = _prepare_trainable_parameters(trained, strategy, config)
     for line in _describe_trained_weights(config, trained, adapter):
         logger.info("%s", line)
-    if swap is None and is_quantized_or_offloaded(config.model, config.train):
-        devices = strategy.device, strategy.base_load_device
-        quantize_and_offload_base(trained.denoiser, devices, config.model, config.train, strategy.nf4_kernel)
+    _store_frozen_base(config, strategy, trained)
     groups = _build_groups(config, family, trained, adapter)
     optimizer = _build_optimizer(config.optim, groups, is_sharded=strategy.shard_group is not None)
     compilation = _compile_or_fuse(config.distributed, config.train, config.cache, strategy, trained, prepared=prepared)
@@ -314,11 +312,18 @@ def _prepare_trainable_parameters(
         swap = swap_trained_blocks(trained.denoiser, strategy.device, config.train)
     if strategy.trains_base and not strategy.has_full_model:
         return swap  # no device has to hold all trained weights: the strategy moves them as it shards them
-    swapped = set() if swap is None else swap.swapped
+    swapped = set() if swap is None else swap.swapped_weights
     for parameter in get_trainable_parameters(trained):
         if parameter not in swapped:
             parameter.data = parameter.data.to(strategy.device)
     return swap
+
+
+def _store_frozen_base(config: RunConfig, strategy: Strategy, trained: TrainableModules) -> None:
+    """Quantize and offload the frozen weights of the denoiser, if asked for; full training has no use for it."""
+    if not config.adapter.is_full and is_quantized_or_offloaded(config.model, config.train):
+        devices = strategy.device, strategy.base_load_device
+        quantize_and_offload_base(trained.denoiser, devices, config.model, config.train, strategy.nf4_kernel)
 
 
 def _compile_or_fuse(

@@ -131,6 +131,27 @@ def test_accumulated_gradients_wait_in_host_memory_and_reach_weights_that_the_la
         assert trainer.fused.num_updated == len(list(plain.model.parameters()))
 
 
+def test_a_block_that_is_left_and_used_again_is_updated_once_with_the_sum_of_its_gradients():
+    """On a GPU its weights have a gradient for each use, as their data was elsewhere in between."""
+    trainer, plain = Trainer(DEPTH, torch.optim.SGD), Trainer(0, torch.optim.SGD)
+    for number in range(2):
+        for each in (trainer, plain):
+            each.step(number, ([0, 1, 2, 0, 1, 2, 0],))
+        assert_equal(trainer, plain)
+        assert trainer.fused.num_updated == 2 + 3 * len(list(Block().parameters()))
+    weight = trainer.model.blocks[0].first.weight
+    before, total = weight.detach().clone(), torch.zeros(16, 8)
+    trainer.fused.start_step(2)
+    with trainer.fused.run_micro_batch(torch.ones(()), is_last=True):
+        trainer.swap._uses[trainer.swap._block_of[weight]] = 3
+        for factor in (0.25, 0.125, 0.0625):
+            assert torch.equal(weight, before), "not before the last"
+            weight.grad = torch.full((16, 8), factor)
+            total += weight.grad
+            trainer.fused._handle_gradient(weight)
+    assert torch.allclose(weight, before - 1e-2 * total * (0.5 / total.norm()).clamp(max=1))
+
+
 def test_between_steps_weights_may_be_read_and_written_and_forwards_may_run():
     """As previews, validation with EMA weights, and checkpoints do."""
     trainer, plain = Trainer(DEPTH, ring_size=DEPTH), Trainer(0)
@@ -182,14 +203,14 @@ def test_weights_and_large_state_are_in_host_memory_between_steps_and_small_stat
     trainer.step(0)
     ring = {buffer.bytes.untyped_storage().data_ptr() for buffer in trainer.swap._ring}
     host = {id(tensor) for tensor in trainer.swap._host_buffers.values()}
-    for weight in (weight for weight in trainer.swap.swapped if weight.dim() == 2):
+    for weight in (weight for weight in trainer.swap.swapped_weights if weight.dim() == 2):
         assert weight.untyped_storage().data_ptr() not in ring and weight.grad is None
         state = trainer.optimizer.state[weight]
         assert id(state["exp_avg"]) in host and id(state["exp_avg_sq"]) in host
         assert id(state["rows"]) not in host and id(state["step"]) not in host
     moments = {id(state["exp_avg"]) for state in trainer.optimizer.state.values()}
     trainer.step(1)
-    swapped = {id(trainer.optimizer.state[weight]["exp_avg"]) for weight in trainer.swap.swapped}
+    swapped = {id(trainer.optimizer.state[weight]["exp_avg"]) for weight in trainer.swap.swapped_weights}
     assert swapped <= moments, "host memory is allocated once"
 
 
@@ -197,7 +218,7 @@ def test_moving_the_model_leaves_swapped_weights_where_they_are_and_moves_the_re
     trainer = Trainer(3)
     trainer.model.to(torch.float64)
     dtypes = {name: value.dtype for name, value in trainer.model.state_dict().items()}
-    swapped = {name for name, weight in trainer.model.named_parameters() if weight in trainer.swap.swapped}
+    swapped = {name for name, weight in trainer.model.named_parameters() if weight in trainer.swap.swapped_weights}
     assert {name for name, dtype in dtypes.items() if dtype == torch.float32} == swapped
     assert len(swapped) == 3 * len(list(Block().parameters()))
     assert dtypes["blocks.1.scale"] == torch.float64
@@ -206,5 +227,5 @@ def test_moving_the_model_leaves_swapped_weights_where_they_are_and_moves_the_re
 def test_weights_that_several_modules_share_stay_on_the_device():
     model = build_denoiser()
     model.blocks[1].second.weight = model.blocks[2].second.weight
-    swapped = swap_trained_blocks(model, CPU, TrainConfig(blocks_to_swap=DEPTH)).swapped
+    swapped = swap_trained_blocks(model, CPU, TrainConfig(blocks_to_swap=DEPTH)).swapped_weights
     assert model.blocks[1].second.weight not in swapped and model.blocks[1].first.weight in swapped
