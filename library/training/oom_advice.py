@@ -35,7 +35,7 @@ def suggest_oom_fixes(config: RunConfig, phase: str, batch_size: int) -> Iterato
     if can_swap and not is_full:
         yield "--blocks_to_swap N, which offloads the frozen weights of N blocks to host memory"
     elif can_swap and is_fused:
-        yield "--blocks_to_swap N, which keeps weights and optimizer state of N blocks in host memory between their uses"
+        yield "--blocks_to_swap N, which keeps weights and optimizer state of N blocks in host memory"
     if not is_full and config.model.quantize_base == "none" and config.deepspeed.zero_stage != 3:
         yield "--quantize_base int8, which halves the memory of the frozen weights compared to bf16"
     if config.optim.optimizer_type.lower() in ("adamw", "adam"):
