@@ -6,7 +6,7 @@ The training code itself builds, adapts and partitions the model, so there is no
 import copy
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -151,15 +151,19 @@ class MetaRun:
         tp: int = 1,
         cp: int = 1,
         pipeline: bool = False,
-        same_settings: "MetaRun | None" = None,
+        same_encoding: "MetaRun | None" = None,
     ):
-        """Take the batch and the peaks of encoding from ``same_settings``, a run that differs in the partition only."""
+        """Take the batch and the peaks of encoding from ``same_encoding``, a run that encodes in the same way.
+
+        Where the model itself is trained, take what is frozen as well: nothing is added to it.
+        """
         config = _checkpoint_within_budget(config)
         precision = config.distributed.mixed_precision or "no"
         self.config, self._dtype = config, None if precision == "no" else MIXED_PRECISION_DTYPES[precision]
         self.family: Family = FAMILIES.get(model.family)(config.model)
         dtypes = get_trained_dtypes(config, self.family)
-        self.pipe = load_pipeline_on_meta(self.family, model, MIXED_PRECISION_DTYPES[precision], dtypes)
+        frozen = {} if same_encoding is None or not dtypes else same_encoding._get_components(without=dtypes)
+        self.pipe = load_pipeline_on_meta(self.family, model, MIXED_PRECISION_DTYPES[precision], dtypes, known=frozen)
         self._models = [part for part in self.pipe.components.values() if isinstance(part, nn.Module)]
         for part in self._models:
             part.requires_grad_(False)
@@ -190,9 +194,9 @@ class MetaRun:
             trains_text_encoders=bool(self.trained_encoders),
             pads_texts=pipeline,
         ).list_expert_tasks()[0]
-        self.encoding_peaks: dict[str, int] = {} if same_settings is None else same_settings.encoding_peaks
+        self.encoding_peaks: dict[str, int] = {} if same_encoding is None else same_encoding.encoding_peaks
         """Peak bytes of the text encoders and of the VAE, where they are not cached."""
-        self.batch: PixelBatch = self._build_batch(batch) if same_settings is None else same_settings.batch
+        self.batch: PixelBatch = self._build_batch(batch) if same_encoding is None else same_encoding.batch
         groups = FakeGroup(tp), FakeGroup(cp)
         self._partition(*groups, pipeline)
         self._watch_gradients()
@@ -200,6 +204,9 @@ class MetaRun:
         self.step = self._run_steps()
         self.sent_bytes = sum(group.sent_bytes for group in groups) / self._count_steps()
         """Bytes that a micro-batch sends to tensor- and context-parallel ranks."""
+
+    def _get_components(self, without: Collection[str]) -> dict[str, Any]:
+        return {name: each for name, each in self.pipe.components.items() if name not in without}
 
     def run_again(self, config: RunConfig) -> "MetaRun":
         """Run a step with other checkpointing, and with the base weights stored otherwise, on the same modules.

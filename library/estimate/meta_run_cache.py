@@ -4,7 +4,7 @@ import logging
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..config.schema import AdapterConfig
+from ..config.schema import AdapterConfig, RunConfig
 from ..config.schema_data import CacheConfig
 from ..config.schema_distributed import DeepSpeedConfig, ParallelConfig, ShardingConfig
 from ..models.detect import DetectedModel
@@ -41,9 +41,11 @@ class MetaRuns:
         settings, partition = key
         if key not in self._runs:
             logger.info("estimating memory: a step on the meta device (%s)", note or layout.name)
-            same_settings = next((run for (other, _), run in self._runs.items() if other == settings), None)
+            known = (run for (other, _), run in self._runs.items() if other == settings)
+            if layout.config.adapter.is_full:
+                known = (run for run in self._runs.values() if encodes_alike(run.config, layout.config))
             with disable_logging():
-                self._runs[key] = MetaRun(layout.config, self.model, self.batch, *partition, same_settings)
+                self._runs[key] = MetaRun(layout.config, self.model, self.batch, *partition, next(known, None))
         run = self._runs[key].replace_cache_settings(layout.config)
         return run.replace_swaps(layout.config) if layout.config.adapter.is_full else run
 
@@ -80,6 +82,23 @@ class MetaRuns:
                 full=replace(config.full, fused_backward_pass=False, stochastic_rounding=True),
             )
         return repr(step_config), get_partition(layout, self.model)
+
+
+def encodes_alike(config: RunConfig, other: RunConfig) -> bool:
+    """Whether two runs of full training have the same frozen encoders, in the same precision, and encode alike."""
+    one, two = (
+        (
+            each.adapter,
+            each.model,
+            _get_step_cache(each.cache, each.adapter),
+            each.cache.vae_batch_size,
+            each.cache.text_encoder_batch_size,
+            each.distributed.mixed_precision,
+            each.optim.text_encoder_lr,
+        )
+        for each in (config, other)
+    )
+    return one == two
 
 
 def _get_step_cache(cache: CacheConfig, adapter: AdapterConfig) -> CacheConfig:
