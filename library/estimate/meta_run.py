@@ -6,7 +6,7 @@ The training code itself builds, adapts and partitions the model, so there is no
 import copy
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -161,9 +161,7 @@ class MetaRun:
         precision = config.distributed.mixed_precision or "no"
         self.config, self._dtype = config, None if precision == "no" else MIXED_PRECISION_DTYPES[precision]
         self.family: Family = FAMILIES.get(model.family)(config.model)
-        dtypes = get_trained_dtypes(config, self.family)
-        frozen = {} if same_encoding is None or not dtypes else same_encoding._get_components(without=dtypes)
-        self.pipe = load_pipeline_on_meta(self.family, model, MIXED_PRECISION_DTYPES[precision], dtypes, known=frozen)
+        self.pipe = self._load_pipeline(model, MIXED_PRECISION_DTYPES[precision], same_encoding)
         self._models = [part for part in self.pipe.components.values() if isinstance(part, nn.Module)]
         for part in self._models:
             part.requires_grad_(False)
@@ -205,8 +203,12 @@ class MetaRun:
         self.sent_bytes = sum(group.sent_bytes for group in groups) / self._count_steps()
         """Bytes that a micro-batch sends to tensor- and context-parallel ranks."""
 
-    def _get_components(self, without: Collection[str]) -> dict[str, Any]:
-        return {name: each for name, each in self.pipe.components.items() if name not in without}
+    def _load_pipeline(self, model: DetectedModel, dtype: torch.dtype, same_encoding: "MetaRun | None") -> Any:
+        """Load the pipeline, with the frozen components of another run of full training if there is one."""
+        dtypes, known = get_trained_dtypes(self.config, self.family), dict[str, Any]()
+        if same_encoding is not None and dtypes:
+            known = {name: each for name, each in same_encoding.pipe.components.items() if name not in dtypes}
+        return load_pipeline_on_meta(self.family, model, dtype, dtypes, known=known)
 
     def run_again(self, config: RunConfig) -> "MetaRun":
         """Run a step with other checkpointing, and with the base weights stored otherwise, on the same modules.
