@@ -133,8 +133,8 @@ class TrainedBlockSwap(BlockOffloader, WeightPlacement):
             return
         if visit.is_backward and graph_task != self._backward_id:
             self._backward_id = graph_task
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._end_backward)
+            variable: Any = torch.autograd.Variable
+            variable._execution_engine.queue_callback(self._end_backward)
         self._leave_block()
         self._start_visit(visit)
         self._uses[block] += torch.is_grad_enabled() and not visit.is_backward
@@ -186,7 +186,8 @@ class TrainedBlockSwap(BlockOffloader, WeightPlacement):
         """Return a context that saves views of buffers for backward by their places, and the rest as it would be."""
         if not torch.is_grad_enabled():
             return nullcontext()
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        autograd: Any = torch._C._autograd
+        outer = autograd._top_saved_tensors_default_hooks(False)
         if outer is not None and getattr(outer[0], "swap", None) is self:
             return nullcontext()
 
@@ -295,7 +296,8 @@ class TrainedBlockSwap(BlockOffloader, WeightPlacement):
 
 def _get_storage(tensor: Tensor) -> int:
     """Return what identifies the memory of a tensor while it exists, on the meta device as well."""
-    return tensor.untyped_storage()._cdata
+    storage: int = tensor.untyped_storage()._cdata
+    return storage
 
 
 def is_large_state(value: Tensor, weight: Tensor) -> bool:
