@@ -13,12 +13,12 @@ from training_runs import even_dataset, train, write_prompts
 __all__ = ["even_dataset"]  # a fixture
 
 SETTINGS = "--train full --fused_backward_pass --max_train_steps 4 --learning_rate 1e-3 --seed 3".split()
-SWAPPED = "--blocks_to_swap 5 --block_swap_ring_size 2".split()
+SWAPPED = "--blocks_to_swap 4 --block_swap_ring_size 2".split()
 RUNS = {
     "everything in bf16": "--full_bf16 --mixed_precision bf16 --optimizer_type Adafactor --optimizer_args"
     " relative_step=False scale_parameter=False --gradient_checkpointing --train_batch_size 2"
     " --gradient_accumulation_steps 2 --train_text_encoder --ema_decay 0.9 --save_every_n_steps 2 --save_state"
-    " --validation_split 0.25 --validate_every_n_steps 2 --sample_every_n_steps 2",
+    " --validation_split 0.25 --validate_every_n_steps 2 --sample_every_n_steps 4",
     "AdamW without checkpointing": "--pretrained_model_name_or_path random:flux:tiny --train_batch_size 4"
     " --mixed_precision bf16 --max_grad_norm 0",
 }
@@ -63,4 +63,4 @@ def test_a_run_with_swapped_blocks_is_equal_to_the_bit_and_so_is_a_resumed_one(n
         shutil.copytree(swapped, tmp_path / "killed", ignore=shutil.ignore_patterns("lora", "lora-ema", "lora-state"))
         resumed = run(even_dataset, tmp_path / "killed", *flags, *SWAPPED, "--auto_resume")
         assert find_differences(swapped, resumed) == []
-        assert len(list((swapped / "sample").glob("*.png"))) == 4
+        assert len(list((swapped / "sample").glob("*.png"))) == 2
