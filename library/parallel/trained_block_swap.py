@@ -207,7 +207,7 @@ class TrainedBlockSwap(BlockOffloader, WeightPlacement):
 
     def _describe_view(self, tensor: Tensor) -> SavedView:
         assert self._visit is not None
-        return SavedView(self._visit.block, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return SavedView(self._visit.block, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def _find_view(self, saved: SavedView) -> Tensor:
         self._enter_block(saved.block)
@@ -319,13 +319,14 @@ def _has_state_on_device(group: dict[str, Any]) -> bool:
 
 def keep_parameters_in_place(module: nn.Module, parameters: Iterable[Tensor]) -> None:
     """Let ``to`` and its like leave these parameters of a module where they are, and move others and buffers."""
-    apply = module._apply
+    apply: Any = module._apply
 
     def apply_to_others(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         own = module._parameters
         module._parameters = {name: each for name, each in own.items() if each is None or each not in known}
         try:
-            return apply(function, recurse)
+            moved: nn.Module = apply(function, recurse)
+            return moved
         finally:
             module._parameters = {**own, **module._parameters}
 
