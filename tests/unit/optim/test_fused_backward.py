@@ -296,7 +296,7 @@ def test_what_is_advised_after_out_of_memory_is_not_refused(words, refused):
     advice = " ".join(suggest_oom_fixes(parse_config(words.split()).config, "forward", 4))
     assert not [option for option in refused if option in advice]
     assert ("--fused_backward_pass" in advice) == (words == "--train full")
-    assert ("--blocks_to_swap" in advice) == (words == "--train full --fused_backward_pass")
+    assert "--blocks_to_swap" in advice or words != "--train full --fused_backward_pass"
 
 
 @pytest.mark.parametrize(
