@@ -297,7 +297,7 @@ class GridSearch:
     def _run_checkpointed(self, more: Mapping[str, Any]) -> _Mode:
         options = {"gradient_checkpointing": True, **more}
         layout = change_layout(self._plain_layout, options)
-        if "activation_memory_budget" in more:
+        if "activation_memory_budget" in more and not layout.config.adapter.is_full:
             run = self._runs.get(layout, "with a budget of activations")
         else:
             with disable_logging():

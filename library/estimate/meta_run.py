@@ -214,7 +214,7 @@ class MetaRun:
         """Run a step with other checkpointing, and with the base weights stored otherwise, on the same modules.
 
         Building the model takes as long as a step.  Once the weights are converted, they stay so: this is the last run
-        on the modules then.  ``activation_memory_budget`` needs modules of its own, whose LoRA is not added in place.
+        on the modules then.  ``activation_memory_budget`` needs modules of its own if their LoRA is added in place.
         """
         other = copy.copy(self)
         other.config = config = _checkpoint_within_budget(config)
@@ -233,7 +233,7 @@ class MetaRun:
                 other.__dict__.pop(name, None)
         other._whole_bytes = None
         self._repeated.is_enabled = self._is_same_for_all_blocks(config)
-        other.step = other._run_step()
+        other.step = [other._run_step() for _ in range(other._count_steps())][-1]
         return other
 
     def _disable_checkpointing(self) -> None:

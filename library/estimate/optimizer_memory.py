@@ -117,7 +117,7 @@ def _measure(config: OptimConfig, groups: Sequence[ParamGroup], *, is_on_gpu: bo
     is_fused, prefers_foreach = bool(group.get("fused")), is_on_gpu and group.get("foreach", False) is None
     dtype = next((dtype for _, dtype in counts if dtype != torch.float32), torch.float32)
     is_foreach = not is_fused and _allocates_for_all(config, dtype, is_foreach=prefers_foreach)
-    measured = {key: _measure_shape(config, *key, is_foreach=is_foreach) for key in counts}
+    measured = {key: _measure_shape(config, *key, is_foreach=is_foreach, is_fused=is_fused) for key in counts}
     temporaries = [0 if is_fused else each.peak for each in measured.values()]
     together = sum(count * peak for count, peak in zip(counts.values(), temporaries, strict=True))
     return OptimizerMemory(
@@ -145,11 +145,12 @@ def _allocates_for_all(config: OptimConfig, dtype: torch.dtype, *, is_foreach: b
 
 
 def _measure_shape(
-    config: OptimConfig, shape: tuple[int, ...], dtype: torch.dtype, *, is_foreach: bool
+    config: OptimConfig, shape: tuple[int, ...], dtype: torch.dtype, *, is_foreach: bool, is_fused: bool
 ) -> _MeasuredSteps:
     """Measure the state of one weight, and its second step."""
     try:
-        return _measure_steps(config, [torch.ones(shape, dtype=dtype, device="meta")], is_foreach=is_foreach)
+        on_meta = [torch.ones(shape, dtype=dtype, device="meta")]
+        return _measure_steps(config, on_meta, is_foreach=is_foreach, is_fused=is_fused)
     except (RuntimeError, NotImplementedError, AttributeError, ValueError, TypeError):
         pass  # it reads values, which the meta device has not
     try:
@@ -165,9 +166,16 @@ def _measure_shape(
         ) from error
 
 
-def _measure_steps(config: OptimConfig, values: Sequence[Tensor], *, is_foreach: bool) -> _MeasuredSteps:
-    """Measure the state of some weights, and their second step."""
+def _measure_steps(
+    config: OptimConfig, values: Sequence[Tensor], *, is_foreach: bool, is_fused: bool = False
+) -> _MeasuredSteps:
+    """Measure the state of some weights, and their second step.
+
+    The state of fused optimizers is measured by a step that is not fused, as the meta device has no fused kernels.
+    """
     optimizer = _build_optimizer(config, values)
+    if is_fused:
+        optimizer.param_groups[0] |= {"fused": False, "foreach": False}
     weights: list[Any] = optimizer.param_groups[0]["params"]
     if is_foreach and "foreach" in optimizer.param_groups[0]:
         optimizer.param_groups[0]["foreach"] = True
