@@ -202,8 +202,8 @@ def test_files_for_the_weights_of_zero_stage_3_are_refused_for_trained_weights(t
     nvme = f"--offload_param_device nvme --offload_param_nvme_path {tmp_path}"
     config = parse_config(f"--train full {ZERO_3} {nvme}".split()).config
     assert format_lines(validate_deepspeed(config, World())) == [
-        "--offload_param_device nvme: DeepSpeed keeps weights that its optimizer updates in memory, so files would"
-        " be a second copy of them; use cpu"
+        "--offload_param_device nvme: DeepSpeed keeps the weights that its optimizer updates in memory, so files"
+        " would be a second copy of them; use cpu"
     ]
     config = parse_config(f"--train full {ZERO_3} --offload_optimizer_device nvme".split()).config
     assert format_lines(validate_deepspeed(config, World())) == [
