@@ -104,6 +104,7 @@ def test_weights_and_state_are_those_without_swap_to_the_bit_and_copies_are_orde
     for number in range(2):
         with RaceDetector(streams) as detector:
             trainer.step(number)
+            trainer.read()
         plain.step(number)
         assert not detector.races, detector.races
         assert_equal(trainer, plain)
@@ -125,6 +126,7 @@ def test_accumulated_gradients_wait_in_host_memory_and_reach_weights_that_the_la
     for number in range(2):
         with RaceDetector(streams) as detector:
             trainer.step(number, ORDERS)
+            trainer.read()
         plain.step(number, ORDERS)
         assert not detector.races, detector.races
         assert_equal(trainer, plain)
