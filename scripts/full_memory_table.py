@@ -38,6 +38,10 @@ ROWS = {
     "AdamW, `full_bf16`, fused backward pass": f"{CHECKPOINTED} {BF16} {FUSED}",
     "AdamW8bit, `full_bf16`, fused backward pass": f"{CHECKPOINTED} {BF16} {FUSED} --optimizer_type AdamW8bit",
     "Adafactor, `full_bf16`, fused backward pass": f"{CHECKPOINTED} {BF16} {FUSED} {ADAFACTOR}",
+    "+ 20 blocks swapped": f"{CHECKPOINTED} {BF16} {FUSED} {ADAFACTOR} --blocks_to_swap 20",
+    "AdamW8bit, `full_bf16`, fused backward pass, 50 blocks swapped": (
+        f"{CHECKPOINTED} {BF16} {FUSED} --optimizer_type AdamW8bit --blocks_to_swap 50"
+    ),
     "AdamW, FSDP on 2 GPUs": f"{CHECKPOINTED} --fsdp 2",
     "AdamW, FSDP on 8 GPUs": f"{CHECKPOINTED} --fsdp 8",
 }

@@ -512,7 +512,8 @@ class TrainConfig:
     )
     blocks_to_swap: int = define_option(
         0,
-        "number of denoiser blocks whose frozen weights are kept in CPU memory and prefetched when needed",
+        "number of denoiser blocks whose frozen weights are kept in CPU memory and prefetched when needed; train full,"
+        " with fused_backward_pass: whose trained weights and optimizer state are kept there between their uses",
         minimum=0,
         needs=ALWAYS,
         changes_result=False,

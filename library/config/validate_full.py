@@ -48,8 +48,9 @@ def _validate_base_options(config: RunConfig) -> Iterator[Problem]:
     adapter, train = ("train",), config.adapter
     if config.model.quantize_base != "none":
         yield Problem("quantize_base", f"it is {_FROZEN_ONLY}", "remove it", others=adapter)
-    if config.train.blocks_to_swap:
-        yield Problem("blocks_to_swap", f"it is {_FROZEN_ONLY}", "remove it", others=adapter)
+    if config.train.blocks_to_swap and not config.full.fused_backward_pass:
+        text = "with train full the gradients of all weights would be on the device, which are as large as the weights"
+        yield Problem("blocks_to_swap", text, "add --fused_backward_pass", others=("train", "fused_backward_pass"))
     if train.network_weights:
         fix = "merge it with base_weights, or train lora"
         yield Problem("network_weights", "train full trains no LoRA that could start from it", fix, others=adapter)

@@ -120,7 +120,7 @@ def validate_deepspeed(config: RunConfig, world: World) -> Iterator[Problem]:
     settings = sources.resolve()
     yield from _validate_config_file(sources, distributed.mixed_precision or world.mixed_precision or "no")
     yield from _validate_config_values(sources, config.train.gradient_accumulation_steps, config.optim.max_grad_norm)
-    yield from _validate_offload(settings)
+    yield from _validate_offload(settings, is_full=config.adapter.is_full)
     if (distributed.mixed_precision or world.mixed_precision) == "fp16" and world.device_type != "cpu":
         yield Problem("mixed_precision", "not supported with DeepSpeed", "use bf16 or no", value="fp16")
     for name, size in config.parallel.model_parallel_sizes.items():
@@ -133,7 +133,9 @@ def validate_deepspeed(config: RunConfig, world: World) -> Iterator[Problem]:
         kept = "trained weights" if config.adapter.is_full else "adapters"
         yield Problem("full_bf16", f"DeepSpeed keeps {kept} in fp32", "remove it, and use --mixed_precision bf16")
     if config.adapter.is_full and settings.offload_param_device == "nvme":
-        text = "it is for frozen weights, and train full trains them"
+        text = (
+            "DeepSpeed keeps the weights that its optimizer updates in memory, so files would be a second copy of them"
+        )
         yield Problem("offload_param_device", text, "use cpu", value="nvme")
     if config.train.on_oom != "fail":
         yield Problem(
@@ -218,7 +220,10 @@ def validate_deepspeed_batch_sizes(
     ]
 
 
-def _validate_offload(settings: DeepSpeedSettings) -> Iterator[Problem]:
+def _validate_offload(settings: DeepSpeedSettings, *, is_full: bool) -> Iterator[Problem]:
+    reason = "a LoRA's optimizer state is small, and a copy of it stays in host memory for rolling back"
+    if is_full:
+        reason = "checkpoints and resuming need the optimizer state in memory"
     if settings.stage not in (1, 2, 3):
         yield Problem(
             "", f"DeepSpeed's zero_stage {settings.stage}: shards nothing", "use 1, 2 or 3, or --multi_gpu instead"
@@ -234,8 +239,7 @@ def _validate_offload(settings: DeepSpeedSettings) -> Iterator[Problem]:
         elif device == "nvme":
             yield Problem(
                 "offload_optimizer_device",
-                "not supported: a LoRA's optimizer state is small, and a copy of it stays in host memory"
-                " for rolling back",
+                f"not supported: {reason}",
                 "use cpu",
                 value="nvme",
             )

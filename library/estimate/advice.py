@@ -109,11 +109,12 @@ def estimate_layout(
 ) -> LayoutEstimate:
     """Estimate memory and speed of a layout from a step; ``num_images`` are those of its micro-batch."""
     parts = split_model(run, layout, devices.count, devices.memory)
-    memory = estimate_memory(layout, run, parts, runs.measure_optimizer(layout, run), runs.batch.buffered_shapes)
+    optimizer = runs.measure_optimizer(layout, run)
+    memory = estimate_memory(layout, run, parts, optimizer, runs.batch.buffered_shapes)
     num_images = len(runs.batch.captions) if num_images is None else num_images
-    return LayoutEstimate(
-        layout, memory, estimate_images_per_second(layout, run, parts, num_images, devices), dict(savings)
-    )
+    state = optimizer.count_large_state(run.stored.swapped_kinds)
+    speed = estimate_images_per_second(layout, run, parts, num_images, devices, swapped_state=state)
+    return LayoutEstimate(layout, memory, speed, dict(savings))
 
 
 def add_free_savings(finder: LayoutFinder) -> tuple[LayoutFinder, dict[str, Any]]:
@@ -232,7 +233,7 @@ class GridSearch:
 
     def verify(self, candidate: Candidate) -> LayoutEstimate:
         """Estimate a candidate by a step of its own, unless its step was run before."""
-        mode, is_stored = self._get_mode(candidate), bool(candidate.options.keys() & {*STORAGE_OPTIONS})
+        mode, is_stored = self._get_mode(candidate), self._changes_modules(candidate)
         if mode.is_step and not is_stored and not self._has_stored_base:
             return self.estimate(candidate)
         layout = change_layout(candidate.layout, candidate.options)
@@ -248,6 +249,10 @@ class GridSearch:
                 run = self._plain_run.run_again(layout.config)
         added = {**self._savings, **candidate.options}
         return estimate_layout(layout, run, self._runs, self._devices, savings=added, num_images=mode.num_images)
+
+    def _changes_modules(self, candidate: Candidate) -> bool:
+        """Whether a candidate stores frozen weights otherwise; swapped weights that are trained change no step."""
+        return not self._finder.config.adapter.is_full and bool(candidate.options.keys() & {*STORAGE_OPTIONS})
 
     def _get_mode(self, candidate: Candidate) -> _Mode:
         return next(mode for mode in self._modes if format_flags(mode.options) == candidate.mode)
@@ -292,7 +297,7 @@ class GridSearch:
     def _run_checkpointed(self, more: Mapping[str, Any]) -> _Mode:
         options = {"gradient_checkpointing": True, **more}
         layout = change_layout(self._plain_layout, options)
-        if "activation_memory_budget" in more:
+        if "activation_memory_budget" in more and not layout.config.adapter.is_full:
             run = self._runs.get(layout, "with a budget of activations")
         else:
             with disable_logging():
@@ -321,7 +326,8 @@ class GridSearch:
 
     @property
     def _has_stored_base(self) -> bool:
-        return self._base_format != "none" or bool(self._finder.config.train.blocks_to_swap)
+        config = self._finder.config
+        return self._base_format != "none" or (bool(config.train.blocks_to_swap) and not config.adapter.is_full)
 
     def _list_formats(self) -> list[str]:
         return [self._base_format] if "quantize_base" in self._finder.explicit else [*RELATIVE_ERRORS]

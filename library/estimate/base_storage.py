@@ -1,11 +1,12 @@
-"""What the frozen weights of the base model take in each format of ``quantize_base``, and with blocks swapped.
+"""What the weights of the denoiser's blocks take in each format of ``quantize_base``, and with blocks swapped.
 
 It is computed from the shapes, so that one step on the meta device serves for all formats and numbers of blocks.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -20,6 +21,8 @@ from ..parallel.frozen_base import (
     should_quantize,
 )
 from ..parallel.quantize import QuantizedWeight
+from ..parallel.trained_block_swap import count_swapped_bytes, list_swappable_parameters
+from .optimizer_memory import WeightKind, count_kinds
 
 UNPACKING_TRAFFIC: Mapping[str, int] = {"none": 0, "fp8": 24, "int8": 24, "nf4": 4}
 """Bytes of device memory for each unpacked element.
@@ -30,14 +33,20 @@ GGUF_TRAFFIC = 60
 """Bytes for each element of blocks of GGUF and other formats of files, counted from the operations of Q4_K."""
 KERNELS_PER_UNPACKING = 2.5
 """Kernels that unpack one quantized weight on a GPU."""
+TRAINED_COPIES = 3
+"""Copies of a block whose weights are trained: to the device for forward and backward, and back."""
 
 
 @dataclass(frozen=True)
 class StoredBase:
-    """The frozen weights of the denoiser's blocks in one format, some of them in host memory."""
+    """The weights of the denoiser's blocks in one format, some of them in host memory."""
 
     saved_bytes: int = 0
-    """Bytes that the device has less than with all weights as they are in the model files."""
+    """Bytes of frozen weights that the device has less than with all of them as they are in the model files."""
+    swapped_kinds: Mapping[WeightKind, int] = field(default_factory=dict)
+    """The number of trained weights of each kind in host memory (``--train full``)."""
+    swapped_bytes: int = 0
+    """Bytes of these weights."""
     offloaded: OffloadedBytes = field(default_factory=OffloadedBytes)
     visited_blocks: float = 0
     """Blocks in host memory that a step uses."""
@@ -48,6 +57,52 @@ class StoredBase:
     """Bytes of device memory that are read and written to unpack every weight once."""
     largest_unpacked: int = 0
     """Bytes of the largest weight that is unpacked only because of ``quantize_base``, while its layer computes."""
+
+
+class BlockStorage(Protocol):
+    """Computes what the weights of a denoiser's blocks would take on the device and in host memory."""
+
+    @property
+    def count(self) -> int:
+        """The number of blocks that can be swapped."""
+
+    def store(self, quantize_base: str, blocks_to_swap: int, ring_size: int = 0) -> StoredBase:
+        """Compute what training would have on the device and in host memory."""
+
+
+class TrainedBlockWeights:
+    """The parameters of a denoiser's blocks, of which full training swaps all, frozen ones included."""
+
+    def __init__(self, denoiser: nn.Module):
+        blocks = list_swappable_parameters(denoiser)
+        self._sizes = [count_swapped_bytes(block) for block in blocks]
+        trained = [[each for each in block if each.requires_grad] for block in blocks]
+        self._kinds = [count_kinds(block) for block in trained]
+        self._trained_bytes = [sum(each.nbytes for each in block) for block in trained]
+        self._frozen_bytes = [sum(each.nbytes for each in block if not each.requires_grad) for block in blocks]
+        self._stored: dict[tuple[int, int], StoredBase] = {}
+
+    @property
+    def count(self) -> int:
+        return len(self._sizes)
+
+    def store(self, quantize_base: str, blocks_to_swap: int, ring_size: int = 0) -> StoredBase:
+        key = blocks_to_swap, ring_size
+        if key not in self._stored:
+            swapped = [index for index in select_spread_indices(self.count, blocks_to_swap) if self._sizes[index]]
+            self._stored[key] = self._swap(swapped, ring_size)
+        return self._stored[key]
+
+    def _swap(self, swapped: Sequence[int], ring_size: int) -> StoredBase:
+        sizes = [self._sizes[index] for index in swapped]
+        return StoredBase(
+            saved_bytes=sum(self._frozen_bytes[index] for index in swapped),
+            swapped_kinds=sum((self._kinds[index] for index in swapped), Counter[WeightKind]()),
+            swapped_bytes=sum(self._trained_bytes[index] for index in swapped),
+            offloaded=OffloadedBytes.from_blocks(sizes, ring_size),
+            visited_blocks=len(swapped),
+            copied_bytes=TRAINED_COPIES * sum(sizes),
+        )
 
 
 class BlockWeights:
@@ -61,11 +116,9 @@ class BlockWeights:
 
     @property
     def count(self) -> int:
-        """The number of blocks that can be swapped."""
         return len(self._blocks)
 
     def store(self, quantize_base: str, blocks_to_swap: int, ring_size: int = 0) -> StoredBase:
-        """Compute what training would have on the device and in host memory."""
         sizes, before = self._count_bytes(quantize_base), sum(size for size, _ in self._count_bytes("none"))
         swapped = set(select_spread_indices(self.count, blocks_to_swap))
         on_device = sum(size for index, (size, _) in enumerate(sizes) if index not in swapped)

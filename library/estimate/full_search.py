@@ -49,13 +49,16 @@ class FullSearch:
         self._may_change_optimizer = may_change_optimizer
 
     def advise(self, limit: float, slowest: float = 0.0) -> list[LayoutEstimate]:
-        """Return what changes least of all that fits into ``limit``, then what changes more and needs less."""
+        """Return what changes least of all that fits into ``limit``, then what changes more and needs less.
+
+        If it fits without a change, changes are not tried.
+        """
         found = list[LayoutEstimate]()
         for options, search in self._iter_searches():
             first = next(iter(search.advise(limit, 0.0 if found or options else slowest)), None)
             if first is not None and (not found or first.memory.total < found[-1].memory.total):
                 found.append(_add_options(first, options))
-            if len(found) == MAX_ADVICE:
+            if len(found) == MAX_ADVICE or (found and not options):
                 break
         return found
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from ..distributed.deepspeed_settings import DeepSpeedSettings
 from ..distributed.fsdp_settings import FSDPSettings
-from ..optim.fused_backward import COLLECTED_SHARE, MAX_COLLECTED_BYTES
 from ..parallel.deepspeed.engine import FULL_BUCKET_SIZE
 from ..parallel.fsdp import find_fsdp_blocks
 from ..parallel.gradient_sync import MAX_FLAT_ELEMENTS
@@ -47,10 +46,8 @@ def estimate_full_training(layout: ParallelLayout, run: MetaRun, optimizer: Opti
     if layout.zero is not None:
         return _estimate_zero(layout, run, optimizer, layout.zero)
     accumulates = layout.config.train.gradient_accumulation_steps > 1
-    if layout.config.full.fused_backward_pass and not accumulates:
-        gradients = count_collected_bytes([each.nbytes for each in run.trainable])
-        activations = max(step.peak + optimizer.count_temporaries(gradients / weights), run.encoding_peak)
-        return FullBytes(weights, gradients, optimizer.state, activations)
+    if layout.config.full.fused_backward_pass and (not accumulates or run.stored.swapped_bytes):
+        return _estimate_fused(run, optimizer, accumulates=accumulates)
     is_ddp = layout.dims.dp > 1 and layout.dims.model_parallel_size == 1
     has_bucket_view = is_ddp and layout.config.distributed.ddp_gradient_as_bucket_view
     after_backward = optimizer.count_temporaries()
@@ -60,6 +57,26 @@ def estimate_full_training(layout: ParallelLayout, run: MetaRun, optimizer: Opti
     peak = _find_peak(step, weights, after_backward, run.encoding_peak, has_gradients=has_gradients)
     buffers = weights if is_ddp and not has_bucket_view else 0
     return FullBytes(weights, weights, optimizer.state, peak - weights, buffers=buffers)
+
+
+def _estimate_fused(run: MetaRun, optimizer: OptimizerMemory, *, accumulates: bool) -> FullBytes:
+    """Estimate a fused backward pass, which collects some gradients; weights of swapped blocks are in host memory.
+
+    So are their large state, which is on the device while its weight is updated, and the gradients that accumulate.
+    """
+    stored, collected = run.stored, run.collected_bytes
+    share, temporaries = collected / run.trainable_bytes, 0
+    if stored.swapped_bytes:
+        temporaries = round(share * optimizer.count_large_state(run.trainable_kinds))
+    temporaries += optimizer.count_temporaries(share)
+    weights = run.trainable_bytes - stored.swapped_bytes
+    return FullBytes(
+        weights=weights,
+        gradients=collected + (weights if accumulates else 0),
+        optimizer=optimizer.state - optimizer.count_large_state(stored.swapped_kinds),
+        activations=max(run.step.total.peak + temporaries, run.encoding_peak),
+        gathered=stored.offloaded.device_bytes,
+    )
 
 
 def count_flat_bytes(run: MetaRun, gradients: int) -> int:
@@ -74,17 +91,6 @@ def _find_peak(
     if has_gradients:
         return gradients + max(step.peak, encoding_peak, after_backward)
     return max(step.peak_with_gradients, encoding_peak, gradients + after_backward)
-
-
-def count_collected_bytes(sizes: Sequence[int]) -> int:
-    """Count the gradients that a fused backward pass holds at most; backward reaches the last weights first."""
-    limit, held, largest = min(MAX_COLLECTED_BYTES, COLLECTED_SHARE * sum(sizes)), 0, 0
-    for size in reversed(sizes):
-        held += size
-        largest = max(largest, held)
-        if held >= limit:
-            held = 0
-    return largest
 
 
 def _estimate_fsdp(

@@ -5,6 +5,7 @@ The training code itself builds, adapts and partitions the model, so there is no
 
 import copy
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from ..models.families import FAMILIES
 from ..models.loading import load_pipeline_on_meta
 from ..models.text_encoding import encode_text_on_meta
 from ..models.trained_components import list_cached_text_components, select_trained_text_encoders
+from ..optim.fused_backward import count_collected_bytes
 from ..optim.optimizers import ParamGroup
 from ..parallel.activation_checkpointing import enable_activation_checkpointing
 from ..parallel.async_copy import CopyStream
@@ -49,13 +51,15 @@ from ..training.trainable_modules import (
     fuse_layers,
     get_trainable_parameters,
 )
-from .base_storage import KERNELS_PER_UNPACKING, BlockWeights, StoredBase
+from .base_storage import KERNELS_PER_UNPACKING, BlockStorage, BlockWeights, StoredBase, TrainedBlockWeights
 from .meta_memory_meter import AutocastEmulation, MemoryMeter, run_backward
+from .optimizer_memory import WeightKind, count_kinds
 from .repeated_blocks import RepeatedBlocks
 from .step_memory import MetaStep, StepRecorder
 
 META = torch.device("meta")
-COUNTS, FROZEN_COUNTS = ("trainable_bytes", "trainable_elements"), ("sharded_bytes", "num_frozen_matrices")
+COUNTS = ("trainable_bytes", "trainable_elements", "trainable_kinds", "collected_bytes")
+FROZEN_COUNTS = ("sharded_bytes", "num_frozen_matrices")
 """Properties of ``MetaRun`` that are counted over thousands of tensors."""
 
 
@@ -148,14 +152,17 @@ class MetaRun:
         tp: int = 1,
         cp: int = 1,
         pipeline: bool = False,
-        same_settings: "MetaRun | None" = None,
+        same_encoding: "MetaRun | None" = None,
     ):
-        """Take the batch and the peaks of encoding from ``same_settings``, a run that differs in the partition only."""
+        """Take the batch and the peaks of encoding from ``same_encoding``, a run that encodes in the same way.
+
+        Where the model itself is trained, take what is frozen as well: nothing is added to it.
+        """
         config = _checkpoint_within_budget(config)
         precision = config.distributed.mixed_precision or "no"
         self.config, self._dtype = config, None if precision == "no" else MIXED_PRECISION_DTYPES[precision]
         self.family: Family = FAMILIES.get(model.family)(config.model)
-        self.pipe = self._load_pipeline(config, model, MIXED_PRECISION_DTYPES[precision])
+        self.pipe = self._load_pipeline(model, MIXED_PRECISION_DTYPES[precision], same_encoding)
         self._models = [part for part in self.pipe.components.values() if isinstance(part, nn.Module)]
         for part in self._models:
             part.requires_grad_(False)
@@ -168,9 +175,10 @@ class MetaRun:
         if self._dtype is not None:
             leave_input_casts_to_autocast(self.trained)
         self.denoiser: Any = self.trained.denoiser
-        self.base_weights = BlockWeights(self.denoiser)
+        trained = TrainedBlockWeights if config.adapter.is_full else BlockWeights
+        self.base_weights: BlockStorage = trained(self.denoiser)
         self.stored = self._store_base_weights(config)
-        self._saved_bytes = 0
+        self._saved_bytes = self.stored.saved_bytes if config.adapter.is_full else 0
         self._whole_bytes: int | None = None
         self._ring: list[Tensor] = []
         self._quantize_and_fuse(config, precision)
@@ -185,9 +193,9 @@ class MetaRun:
             trains_text_encoders=bool(self.trained_encoders),
             pads_texts=pipeline,
         ).list_expert_tasks()[0]
-        self.encoding_peaks: dict[str, int] = {} if same_settings is None else same_settings.encoding_peaks
+        self.encoding_peaks: dict[str, int] = {} if same_encoding is None else same_encoding.encoding_peaks
         """Peak bytes of the text encoders and of the VAE, where they are not cached."""
-        self.batch: PixelBatch = self._build_batch(batch) if same_settings is None else same_settings.batch
+        self.batch: PixelBatch = self._build_batch(batch) if same_encoding is None else same_encoding.batch
         groups = FakeGroup(tp), FakeGroup(cp)
         self._partition(*groups, pipeline)
         self._watch_gradients()
@@ -196,12 +204,17 @@ class MetaRun:
         self.sent_bytes = sum(group.sent_bytes for group in groups) / self._count_steps()
         """Bytes that a micro-batch sends to tensor- and context-parallel ranks."""
 
-    def _load_pipeline(self, config: RunConfig, model: DetectedModel, dtype: torch.dtype) -> Any:
-        """Load the model; weights that its files store quantized stay so where training keeps them."""
+    def _load_pipeline(self, model: DetectedModel, dtype: torch.dtype, same_encoding: "MetaRun | None") -> Any:
+        """Load the pipeline, with the frozen components of another run of full training if there is one.
+
+        Weights that the model's files store quantized stay so where training keeps them.
+        """
+        config, dtypes, known = self.config, get_trained_dtypes(self.config, self.family), dict[str, Any]()
         can_quantize = config.deepspeed.zero_stage != 3
         is_kept = explain_dequantization(config.model, config.adapter, can_quantize=can_quantize) is None
-        dtypes = get_trained_dtypes(config, self.family)
-        pipe = load_pipeline_on_meta(self.family, model, dtype, dtypes, keeps_stored=is_kept)
+        if same_encoding is not None and dtypes:
+            known = {name: each for name, each in same_encoding.pipe.components.items() if name not in dtypes}
+        pipe = load_pipeline_on_meta(self.family, model, dtype, dtypes, keeps_stored=is_kept, known=known)
         for name in self.family.facts.pipeline.denoisers:
             if isinstance(denoiser := getattr(pipe, name, None), nn.Module):
                 keep_stored_layers(denoiser, config.model.quantize_base)
@@ -211,7 +224,7 @@ class MetaRun:
         """Run a step with other checkpointing, and with the base weights stored otherwise, on the same modules.
 
         Building the model takes as long as a step.  Once the weights are converted, they stay so: this is the last run
-        on the modules then.  ``activation_memory_budget`` needs modules of its own, whose LoRA is not added in place.
+        on the modules then.  ``activation_memory_budget`` needs modules of its own if their LoRA is added in place.
         """
         other = copy.copy(self)
         other.config = config = _checkpoint_within_budget(config)
@@ -219,7 +232,10 @@ class MetaRun:
         if config.train.gradient_checkpointing:
             enable_activation_checkpointing(self.trained.children(), self.denoiser, config.train)
         other._set_checkpoint_function()
-        if is_quantized_or_offloaded(config.model, config.train):
+        if config.adapter.is_full:
+            other.stored = other._store_base_weights(config)
+            other._saved_bytes = other.stored.saved_bytes
+        elif is_quantized_or_offloaded(config.model, config.train):
             other.stored = other._store_base_weights(config)
             other._store_denoiser(config)
             other.frozen = [parameter for parameter in self.trained.parameters() if not parameter.requires_grad]
@@ -227,7 +243,7 @@ class MetaRun:
                 other.__dict__.pop(name, None)
         other._whole_bytes = None
         self._repeated.is_enabled = self._is_same_for_all_blocks(config)
-        other.step = other._run_step()
+        other.step = [other._run_step() for _ in range(other._count_steps())][-1]
         return other
 
     def _disable_checkpointing(self) -> None:
@@ -241,8 +257,9 @@ class MetaRun:
 
     @staticmethod
     def _is_same_for_all_blocks(config: RunConfig) -> bool:
-        """Whether equal blocks are treated alike: swapped ones and every n-th checkpointed one are not."""
-        return not config.train.blocks_to_swap and config.train.gradient_checkpointing_every == 1
+        """Whether equal blocks are treated alike: every n-th checkpointed one is not, nor are swapped frozen ones."""
+        is_swapped = bool(config.train.blocks_to_swap) and not config.adapter.is_full
+        return not is_swapped and config.train.gradient_checkpointing_every == 1
 
     def _run_steps(self) -> MetaStep:
         self._repeated.is_enabled = self._is_same_for_all_blocks(self.config)
@@ -299,6 +316,16 @@ class MetaRun:
     @cached_property
     def trainable_elements(self) -> int:
         return sum(parameter.numel() for parameter in self.trainable)
+
+    @cached_property
+    def trainable_kinds(self) -> Counter[WeightKind]:
+        """The number of trained parameters of each shape and dtype."""
+        return count_kinds(self.trainable)
+
+    @cached_property
+    def collected_bytes(self) -> int:
+        """Bytes of the gradients that a fused backward pass holds at most."""
+        return count_collected_bytes([each.nbytes for each in self.trainable])
 
     @cached_property
     def sharded_bytes(self) -> int:
@@ -476,7 +503,7 @@ class MetaRun:
         return tuple(controls)
 
     def _quantize_and_fuse(self, config: RunConfig, precision: str) -> None:
-        if is_quantized_or_offloaded(config.model, config.train, self.denoiser):
+        if is_quantized_or_offloaded(config.model, config.train, self.denoiser) and not config.adapter.is_full:
             self._store_denoiser(config)
         if not config.distributed.torch_compile:
             fuse_layers(self.trained, config.distributed, config.train, precision)

@@ -4,7 +4,7 @@ import logging
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..config.schema import AdapterConfig
+from ..config.schema import AdapterConfig, RunConfig
 from ..config.schema_data import CacheConfig
 from ..config.schema_distributed import DeepSpeedConfig, ParallelConfig, ShardingConfig
 from ..models.detect import DetectedModel
@@ -41,10 +41,13 @@ class MetaRuns:
         settings, partition = key
         if key not in self._runs:
             logger.info("estimating memory: a step on the meta device (%s)", note or layout.name)
-            same_settings = next((run for (other, _), run in self._runs.items() if other == settings), None)
+            known = (run for (other, _), run in self._runs.items() if other == settings)
+            if layout.config.adapter.is_full:
+                known = (run for run in self._runs.values() if encodes_alike(run.config, layout.config))
             with disable_logging():
-                self._runs[key] = MetaRun(layout.config, self.model, self.batch, *partition, same_settings)
-        return self._runs[key].replace_cache_settings(layout.config)
+                self._runs[key] = MetaRun(layout.config, self.model, self.batch, *partition, next(known, None))
+        run = self._runs[key].replace_cache_settings(layout.config)
+        return run.replace_swaps(layout.config) if layout.config.adapter.is_full else run
 
     def measure_optimizer(self, layout: ParallelLayout, run: MetaRun) -> OptimizerMemory:
         """Return what the optimizer needs for all trainable parameters, which is measured once.
@@ -70,12 +73,32 @@ class MetaRuns:
     def _get_key(self, layout: ParallelLayout) -> tuple[str, Partition]:
         config = layout.config
         step_config = replace(config, cache=_get_step_cache(config.cache, config.adapter), **_NO_LAYOUT)
-        if config.adapter.is_full:  # what updates the weights does not change the step
+        if config.adapter.is_full:  # neither what updates the weights nor where they are changes the step
             optim = replace(config.optim, optimizer_type="", optimizer_args=())
             step_config = replace(
-                step_config, optim=optim, full=replace(config.full, fused_backward_pass=False, stochastic_rounding=True)
+                step_config,
+                optim=optim,
+                train=replace(config.train, blocks_to_swap=0, block_swap_ring_size=0),
+                full=replace(config.full, fused_backward_pass=False, stochastic_rounding=True),
             )
         return repr(step_config), get_partition(layout, self.model)
+
+
+def encodes_alike(config: RunConfig, other: RunConfig) -> bool:
+    """Whether two runs of full training have the same frozen encoders, in the same precision, and encode alike."""
+    one, two = (
+        (
+            each.adapter,
+            each.model,
+            _get_step_cache(each.cache, each.adapter),
+            each.cache.vae_batch_size,
+            each.cache.text_encoder_batch_size,
+            each.distributed.mixed_precision,
+            each.optim.text_encoder_lr,
+        )
+        for each in (config, other)
+    )
+    return one == two
 
 
 def _get_step_cache(cache: CacheConfig, adapter: AdapterConfig) -> CacheConfig:

@@ -5,9 +5,9 @@ The state of 8-bit optimizers, whose steps need a GPU, follows from the sizes of
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from ..errors import UserError
 from ..optim.optimizers import ParamGroup, build_optimizer, resolve_optimizer
 from ..optim.stochastic_rounding import MAX_ELEMENTS
 from ..optim.validate_optimizer import is_divisible
+from ..parallel.trained_block_swap import is_large_state
 from ..problems import Problem
 from .meta_memory_meter import MemoryMeter
 
@@ -29,6 +30,15 @@ MIN_8BIT_SIZE, QUANTIZATION_BLOCK = 4096, 256
 
 ROUNDING_BYTES = 24
 """Bytes for each element of a weight while it is rounded: positions, random bits, and copies of both."""
+
+
+WeightKind = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a weight."""
+
+
+def count_kinds(weights: Iterable[Tensor]) -> Counter[WeightKind]:
+    """Count the weights of each kind."""
+    return Counter((tuple(each.shape), each.dtype) for each in weights)
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,12 @@ class OptimizerMemory:
     """Elements of the largest of them."""
     is_divisible: bool = True
     """Whether few weights are held in float32 at once; an optimizer of one step size for all needs all of them."""
+    large_state: Mapping[WeightKind, int] = field(default_factory=dict)
+    """Bytes of the state of a weight of each kind that block swap keeps in host memory."""
+
+    def count_large_state(self, counts: Mapping[WeightKind, int]) -> int:
+        """Count the state of so many weights of each kind that block swap keeps in host memory."""
+        return sum(count * self.large_state[kind] for kind, count in counts.items())
 
     def count_temporaries(self, share: float = 1.0) -> int:
         """Count what a step over a share of the weights allocates."""
@@ -66,6 +82,14 @@ class OptimizerMemory:
         return max(self.largest_temporary, round(share * self.temporaries))
 
 
+class _MeasuredSteps(NamedTuple):
+    """The state of weights, what of it block swap keeps in host memory, and the most that a step allocates."""
+
+    state: int
+    large_state: int
+    peak: int
+
+
 def measure_optimizer(
     config: OptimConfig, groups: Sequence[ParamGroup], *, is_on_gpu: bool = True, is_rounded: bool = False
 ) -> OptimizerMemory:
@@ -81,22 +105,27 @@ def measure_optimizer(
 
 
 def _measure(config: OptimConfig, groups: Sequence[ParamGroup], *, is_on_gpu: bool) -> OptimizerMemory:
-    counts = Counter((tuple(each.shape), each.dtype) for group in groups for each in group.parameters)
+    counts = count_kinds(each for group in groups for each in group.parameters)
     name = resolve_optimizer(config.optimizer_type).import_path
     if name.startswith("bitsandbytes.optim."):
-        return OptimizerMemory(_count_bitsandbytes_state(name.rpartition(".")[2], counts))
+        kind = name.rpartition(".")[2]
+        sizes = {key: _count_bitsandbytes_state(kind, key) for key in counts}
+        # Pages of paged state move by themselves.
+        large = dict.fromkeys(counts, 0) if kind.startswith("Paged") else sizes
+        return OptimizerMemory(sum(count * sizes[key] for key, count in counts.items()), large_state=large)
     group = _build_optimizer(config, [torch.zeros(2, 2, dtype=dtype) for _, dtype in counts]).param_groups[0]
     is_fused, prefers_foreach = bool(group.get("fused")), is_on_gpu and group.get("foreach", False) is None
     dtype = next((dtype for _, dtype in counts if dtype != torch.float32), torch.float32)
     is_foreach = not is_fused and _allocates_for_all(config, dtype, is_foreach=prefers_foreach)
-    measured = {key: _measure_shape(config, *key, is_foreach=is_foreach) for key in counts}
-    temporaries = [0 if is_fused else peak for _, peak in measured.values()]
+    measured = {key: _measure_shape(config, *key, is_foreach=is_foreach, is_fused=is_fused) for key in counts}
+    temporaries = [0 if is_fused else each.peak for each in measured.values()]
     together = sum(count * peak for count, peak in zip(counts.values(), temporaries, strict=True))
     return OptimizerMemory(
-        state=sum(count * measured[key][0] for key, count in counts.items()),
+        state=sum(count * measured[key].state for key, count in counts.items()),
         temporaries=together if is_foreach else max(temporaries),
         largest_temporary=max(temporaries),
         is_foreach=is_foreach,
+        large_state={key: each.large_state for key, each in measured.items()},
     )
 
 
@@ -109,18 +138,19 @@ def _allocates_for_all(config: OptimConfig, dtype: torch.dtype, *, is_foreach: b
     """Whether a step over two weights allocates more at once than a step over one of them."""
     values = [torch.zeros(8, 8, dtype=dtype) for _ in range(2)]
     try:
-        one, both = (_measure_steps(config, values[:count], is_foreach=is_foreach)[1] for count in (1, 2))
+        one, both = (_measure_steps(config, values[:count], is_foreach=is_foreach).peak for count in (1, 2))
     except (RuntimeError, NotImplementedError, AttributeError, ValueError):
         return False  # the steps that are measured say what is wrong
     return 2 * both > 3 * one
 
 
 def _measure_shape(
-    config: OptimConfig, shape: tuple[int, ...], dtype: torch.dtype, *, is_foreach: bool
-) -> tuple[int, int]:
-    """Return the bytes of state of one weight, and the most that its second step allocates."""
+    config: OptimConfig, shape: tuple[int, ...], dtype: torch.dtype, *, is_foreach: bool, is_fused: bool
+) -> _MeasuredSteps:
+    """Measure the state of one weight, and its second step."""
     try:
-        return _measure_steps(config, [torch.ones(shape, dtype=dtype, device="meta")], is_foreach=is_foreach)
+        on_meta = [torch.ones(shape, dtype=dtype, device="meta")]
+        return _measure_steps(config, on_meta, is_foreach=is_foreach, is_fused=is_fused)
     except (RuntimeError, NotImplementedError, AttributeError, ValueError, TypeError):
         pass  # it reads values, which the meta device has not
     try:
@@ -136,9 +166,16 @@ def _measure_shape(
         ) from error
 
 
-def _measure_steps(config: OptimConfig, values: Sequence[Tensor], *, is_foreach: bool) -> tuple[int, int]:
-    """Return the bytes of state of some weights, and the most that their second step allocates."""
+def _measure_steps(
+    config: OptimConfig, values: Sequence[Tensor], *, is_foreach: bool, is_fused: bool = False
+) -> _MeasuredSteps:
+    """Measure the state of some weights, and their second step.
+
+    The state of fused optimizers is measured by a step that is not fused, as the meta device has no fused kernels.
+    """
     optimizer = _build_optimizer(config, values)
+    if is_fused:
+        optimizer.param_groups[0] |= {"fused": False, "foreach": False}
     weights: list[Any] = optimizer.param_groups[0]["params"]
     if is_foreach and "foreach" in optimizer.param_groups[0]:
         optimizer.param_groups[0]["foreach"] = True
@@ -150,16 +187,21 @@ def _measure_steps(config: OptimConfig, values: Sequence[Tensor], *, is_foreach:
     state = [each for each in tree_leaves([*optimizer.state.values()]) if isinstance(each, Tensor)]
     with MemoryMeter(values[0].device, [*weights, *(each.grad for each in weights), *state]) as meter:
         optimizer.step()
-    return sum(each.nbytes for each in state), meter.peak
+    return _MeasuredSteps(
+        state=sum(each.nbytes for each in state),
+        large_state=sum(each.nbytes for weight in weights for each in _list_large_state(optimizer, weight)),
+        peak=meter.peak,
+    )
 
 
-def _count_bitsandbytes_state(name: str, counts: Counter[tuple[tuple[int, ...], torch.dtype]]) -> int:
-    """Count the moments of each weight: a byte and scales for each element of large weights, else float32."""
-    kind = name.removeprefix("Paged")
+def _list_large_state(optimizer: Any, weight: Tensor) -> list[Tensor]:
+    state = [each for each in optimizer.state.get(weight, {}).values() if isinstance(each, Tensor)]
+    return [each for each in state if is_large_state(each, weight)]
+
+
+def _count_bitsandbytes_state(name: str, weight: WeightKind) -> int:
+    """Count the moments of a weight: a byte and scales for each element of large weights, else float32."""
+    kind, size = name.removeprefix("Paged"), torch.Size(weight[0]).numel()
     moments = BITSANDBYTES_STATES.get(kind.removesuffix("8bit").removesuffix("32bit"), 2)
-    total = 0
-    for (shape, _), count in counts.items():
-        size = torch.Size(shape).numel()
-        is_8bit = kind.endswith("8bit") and size >= MIN_8BIT_SIZE
-        total += count * moments * (size + 4 * -(-size // QUANTIZATION_BLOCK) if is_8bit else 4 * size)
-    return total
+    is_8bit = kind.endswith("8bit") and size >= MIN_8BIT_SIZE
+    return moments * (size + 4 * -(-size // QUANTIZATION_BLOCK) if is_8bit else 4 * size)

@@ -4,7 +4,7 @@ Parts that follow each other on a device add up: backward runs in reverse order,
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -96,7 +96,7 @@ class MetaStep:
         sent = self.flows[end]
         return replace(stage, backward_peak=stage.backward_peak + sent, growing_peak=stage.growing_peak + sent)
 
-    @property
+    @cached_property
     def total(self) -> StepMemory:
         return self.run_stage(0, len(self.blocks))
 

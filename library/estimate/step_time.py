@@ -45,9 +45,17 @@ class Devices:
 
 
 def estimate_images_per_second(
-    layout: ParallelLayout, run: MetaRun, parts: Sequence[DevicePart], images: int, devices: Devices
+    layout: ParallelLayout,
+    run: MetaRun,
+    parts: Sequence[DevicePart],
+    images: int,
+    devices: Devices,
+    swapped_state: int = 0,
 ) -> float:
-    """Estimate the throughput of all devices together, from FLOPs, kernels, pipeline bubbles and bytes sent."""
+    """Estimate the throughput of all devices together, from FLOPs, kernels, pipeline bubbles and bytes sent.
+
+    ``swapped_state``: bytes of optimizer state that are fetched from host memory for a step, and copied back.
+    """
     config, stages = layout.config, layout.dims.pp
     micro_batches = config.train.gradient_accumulation_steps
     passes = 3 if config.train.gradient_checkpointing else 2
@@ -63,7 +71,8 @@ def estimate_images_per_second(
     if config.train.cpu_offload_checkpointing:
         gathered_bytes += 2 * sum(run.step.flows[:-1])
     total = max(computation, micro_batches * gathered_bytes / devices.link_speed)
-    total += (micro_batches * sent_bytes + _count_synchronized_bytes(layout, run)) / devices.link_speed
+    sent_bytes = micro_batches * sent_bytes + _count_synchronized_bytes(layout, run) + 2 * swapped_state
+    total += sent_bytes / devices.link_speed
     return micro_batches * images * layout.dims.dp / total
 
 

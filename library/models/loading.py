@@ -173,16 +173,21 @@ def load_pipeline_on_meta(
     dtypes: Mapping[str, torch.dtype] | None = None,
     *,
     keeps_stored: bool = False,
+    known: Mapping[str, Any] | None = None,
 ) -> Any:
     """Build the whole pipeline on the meta device: shapes and dtypes without weights.
 
-    ``dtypes`` are those of components that have another one than ``dtype``; ``keeps_stored``: see ``Family.load``.
+    ``dtypes`` are those of components that have another one than ``dtype``, and ``known`` are components of another
+    such pipeline, which this one has as they are; ``keeps_stored``: see ``Family.load``.
     """
     read = get_config_reader(model)
     index = read_required(read, "model_index.json")
     loaded: dict[str, Any] = {"scheduler": _load_scheduler(model, read, index)}
     local_files_only = _uses_hub(model) and not is_hub_reachable()
     for name in family.facts.components:
+        if known and name in known:
+            loaded[name] = known[name]
+            continue
         component_class = import_model_class(*index[name])
         with _raise_config_error(model, name), disable_progress_bars():
             if is_tokenizer(name):

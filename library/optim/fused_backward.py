@@ -9,7 +9,7 @@ A weight is updated when no other gradient of this backward needs it any more: a
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,17 @@ from .stochastic_rounding import StochasticRounding
 MAX_COLLECTED_BYTES = 64 * 2**20
 COLLECTED_SHARE = 1 / 32
 """Gradients are collected up to this share of all, and at most so many bytes."""
+
+
+def count_collected_bytes(sizes: Sequence[int]) -> int:
+    """Count the gradients that are held at most, of weights of these sizes; backward reaches the last first."""
+    limit, held, largest = min(MAX_COLLECTED_BYTES, COLLECTED_SHARE * sum(sizes)), 0, 0
+    for size in reversed(sizes):
+        held += size
+        largest = max(largest, held)
+        if held >= limit:
+            held = 0
+    return largest
 
 
 class PartialStep:
@@ -78,6 +89,41 @@ class PartialStep:
             self._optimizer.param_groups[index].update(values)
 
 
+class WeightPlacement:
+    """Where weights, gradients that are added up, and optimizer state are between their uses; here all on the device.
+
+    Block swap has a placement with some of them in host memory.
+    """
+
+    def call_before_leaving(self, update_collected: Callable[[], None]) -> None:
+        """Call this before weights leave the device, to update those whose gradients are collected."""
+
+    def enter(self, weight: Tensor) -> None:
+        """Bring a weight to the device, if it is not there."""
+
+    def is_complete(self, weight: Tensor) -> bool:
+        """Whether no other gradient of a weight follows in this backward pass; call it once for each."""
+        return True
+
+    def keep_gradient(self, weight: Tensor) -> None:
+        """Store a gradient to which others are added."""
+
+    def restore_gradient(self, weight: Tensor) -> None:
+        """Add what is stored to the last gradient."""
+
+    def discard_gradients(self) -> None:
+        """Forget stored gradients."""
+
+    def iter_unreached(self) -> Iterator[list[Tensor]]:
+        """Yield weights for which no last gradient came, on the device with their stored gradients."""
+        yield from ()
+
+    @contextmanager
+    def hold_state(self, optimizer: Optimizer, weights: Sequence[Tensor]) -> Iterator[None]:
+        """Have the optimizer state of weights on the device within the context, which updates them."""
+        yield
+
+
 class FusedBackward:
     """Updates the weights of an optimizer in the backward pass of the last micro-batch of a step.
 
@@ -85,8 +131,15 @@ class FusedBackward:
     largest magnitude is kept.
     """
 
-    def __init__(self, optimizer: Optimizer, max_grad_norm: float, rounding: StochasticRounding | None = None):
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        max_grad_norm: float,
+        rounding: StochasticRounding | None = None,
+        placement: WeightPlacement | None = None,
+    ):
         """``max_grad_norm`` limits the norm of each gradient on its own; 0: no clipping."""
+        self._optimizer, self._placement = optimizer, placement or WeightPlacement()
         self._partial_step, self._max_grad_norm = PartialStep(optimizer, rounding), max_grad_norm
         self._weights = weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         self._max_bytes = min(MAX_COLLECTED_BYTES, COLLECTED_SHARE * sum(weight.nbytes for weight in weights))
@@ -102,10 +155,12 @@ class FusedBackward:
         """Whether a step has begun to update weights and not updated all of them, so that they are those of no step."""
         for weight in weights:
             weight.register_post_accumulate_grad_hook(self._handle_gradient)
+        self._placement.call_before_leaving(self._update_collected)
 
     def start_step(self, step: int) -> None:
         """Begin the step of this number; call it before its first backward."""
         self._partial_step.start(step)
+        self._placement.discard_gradients()
         self._collected, self._num_collected_bytes = [], 0
         self._norms, self._is_finite, self.num_updated, self.is_updating = [], True, 0, False
 
@@ -124,6 +179,9 @@ class FusedBackward:
                 left = (weight for weight in self._weights if weight.grad is not None and weight not in seen)
                 self._collected += left
             self._update_collected()
+            for weights in self._placement.iter_unreached() if is_last else ():
+                self._collected += weights
+                self._update_collected()
         finally:
             self._action = self._discard
         if is_last:
@@ -147,6 +205,7 @@ class FusedBackward:
 
     def _keep(self, weight: Tensor) -> None:
         """Leave the gradient, to which those of the next micro-batches are added."""
+        self._placement.keep_gradient(weight)
 
     def _discard(self, weight: Tensor) -> None:
         assert weight.grad is not None
@@ -155,6 +214,11 @@ class FusedBackward:
         weight.grad = None
 
     def _collect(self, weight: Tensor) -> None:
+        if not self._placement.is_complete(weight):
+            self._placement.keep_gradient(weight)
+            return
+        self._placement.enter(weight)
+        self._placement.restore_gradient(weight)
         self._collected.append(weight)
         self._num_collected_bytes += weight.nbytes
         if self._num_collected_bytes >= self._max_bytes:
@@ -174,7 +238,8 @@ class FusedBackward:
         self._is_finite = self._is_finite and bool(torch.stack(norms).isfinite().all())
         if self._is_finite:
             self.is_updating = True
-            self._partial_step.update(weights)
+            with self._placement.hold_state(self._optimizer, weights):
+                self._partial_step.update(weights)
             self.num_updated += len(weights)
         for weight in weights:
             weight.grad = None

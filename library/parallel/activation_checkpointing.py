@@ -12,7 +12,11 @@ from itertools import count
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
@@ -163,6 +167,14 @@ class _OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             is_mutated = any(tensor._version != version for tensor, version in tensors)
             ops.append(ExpensiveOp(flops, sum(tensor.nbytes for tensor, _ in tensors), is_mutated))
         self.on_exit(ops)
+
+
+def bypass_op_selection() -> AbstractContextManager[Any]:
+    """Return a context whose operations selective checkpointing does not count, as they are not those of the block."""
+    modes = _get_current_dispatch_mode_stack()
+    if any(isinstance(mode, (_ExpensiveOpsOnly, _OpRecorder)) for mode in modes):
+        return _disable_current_modes()
+    return nullcontext()
 
 
 def _is_expensive(op: Any) -> bool:

@@ -4,7 +4,7 @@ Which blocks are swapped is decided in frozen_base.py.
 
 The weights of a block are one tensor of bytes in pinned host memory, so that a block takes one copy and one event.
 Copies go to a ring of device buffers (``--block_swap_ring_size``), each as large as the largest swapped block, which
-are allocated once.  Weights are frozen, so nothing is ever copied back.
+are allocated once.  Weights are frozen, so nothing is ever copied back; trained ones are in trained_block_swap.py.
 
 A block is visited in each forward, and in each backward pass, where activation checkpointing also recomputes it.  The
 order of visits is recorded; a visit starts the copies of the blocks that follow into buffers that are not needed
@@ -59,10 +59,11 @@ class OffloadedBytes:
 
 def count_block_bytes(weights: Sequence[QuantizedWeight]) -> int:
     """Count the bytes of the weights of a block, with what aligns them."""
-    return sum(_align(tensor.nbytes) for weight in weights for tensor in weight.tensors)
+    return sum(align_bytes(tensor.nbytes) for weight in weights for tensor in weight.tensors)
 
 
-def _align(nbytes: int) -> int:
+def align_bytes(nbytes: int) -> int:
+    """Round a number of bytes up, so that what follows is aligned."""
     return nbytes + -nbytes % ALIGNMENT
 
 
@@ -76,13 +77,14 @@ class Visit(NamedTuple):
 class HostBlock:
     """The weights of one block as one tensor of bytes in host memory."""
 
-    def __init__(self, weights: Sequence[QuantizedWeight], memory: PinnedMemory):
+    def __init__(self, weights: Sequence[QuantizedWeight], memory: PinnedMemory, device: torch.device):
+        """``device`` is the one that they are copied to, which may not be where they are."""
         tensors = [tensor for weight in weights for tensor in weight.tensors]
-        self._ends = [*accumulate(_align(tensor.nbytes) for tensor in tensors)]
+        self._ends = [*accumulate(align_bytes(tensor.nbytes) for tensor in tensors)]
         self._layouts = [torch.empty_like(tensor, device="meta") for tensor in tensors]
         layouts = iter(self._layouts)
         self._weights = [weight.map_tensors(lambda _: next(layouts)) for weight in weights]
-        self.nbytes, device = self._ends[-1], tensors[0].device
+        self.nbytes = self._ends[-1]
         self.bytes = memory.allocate(self.nbytes, device)
         if device.type != "meta":
             for copy, tensor in zip(self._view_tensors(self.bytes), tensors, strict=True):
@@ -95,7 +97,7 @@ class HostBlock:
 
     def _view_tensors(self, buffer: Tensor) -> Iterator[Tensor]:
         for end, layout in zip(self._ends, self._layouts, strict=True):
-            start = end - _align(layout.nbytes)
+            start = end - align_bytes(layout.nbytes)
             values = buffer[start : start + layout.nbytes].view(layout.dtype)
             yield values.as_strided(layout.shape, layout.stride())
 
@@ -144,7 +146,7 @@ class BlockOffloader:
 
     def offload_block(self, weights: Sequence[QuantizedWeight], expert: int = 0) -> list[FetchWeight]:
         """Move the weights of a block of an expert to host memory; return the functions that fetch them."""
-        self.blocks.append(HostBlock(weights, self._memory))
+        self.blocks.append(HostBlock(weights, self._memory, self.device))
         self._experts.append(expert)
         return [partial(self.fetch, len(self.blocks) - 1, index) for index in range(len(weights))]
 

@@ -24,8 +24,7 @@ from .gradient_accumulation import TrainingTask
 from .gradient_clipping import clip_sharded_grad_norm
 from .gradient_sync import all_reduce_gradients
 from .parallel_plan import ParallelPlan
-from .pipeline_weights import PipelineWeights
-from .sharded_weights import GatherWeight, replace_optimizer_parameters, sum_over_group
+from .sharded_weights import GatherWeight, PartialWeights, replace_optimizer_parameters, sum_over_group
 from .strategy import Strategy, StrategySettings
 from .tensor_parallel import TensorParallel
 from .tensor_parallel_weights import TensorParallelWeights
@@ -54,7 +53,7 @@ class DeviceMeshStrategy(Strategy):
         sizes = {"dp": dims.dp, "pp": dims.pp, "cp": dims.cp, "tp": dims.tp}
         self.mesh: DeviceMesh = init_device_mesh(self.device.type, (*sizes.values(),), mesh_dim_names=(*sizes,))
         self.tensor_parallel: TensorParallel | None = None
-        self._sharded: TensorParallelWeights | PipelineWeights | None = None
+        self._sharded: PartialWeights | None = None
         """The trained weights of which this rank has a part, or which another rank has."""
         if dims.tp > 1:
             tp_group = self.mesh.get_group("tp")

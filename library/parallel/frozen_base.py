@@ -48,7 +48,7 @@ def quantize_and_offload_base(
     device, base_device = devices
     blocks, quant_type = find_innermost_blocks(denoiser), model.quantize_base
     swapped = set(select_spread_indices(len(blocks), train.blocks_to_swap))
-    experts = _number_experts(denoiser, blocks)
+    experts = number_experts(denoiser, blocks)
     layers: list[list[Any]] = [[*filter(can_store_layer, block.modules())] for block in blocks]
     offloaded = OffloadedBytes.from_blocks(
         [size for index in sorted(swapped) if (size := _count_host_bytes(layers[index], quant_type))],
@@ -101,7 +101,7 @@ def list_experts(denoiser: nn.Module) -> list[nn.Module]:
     return [*denoiser.children()] if getattr(denoiser, "is_partly_idle", False) else [denoiser]
 
 
-def _number_experts(denoiser: nn.Module, blocks: Sequence[nn.Module]) -> list[int]:
+def number_experts(denoiser: nn.Module, blocks: Sequence[nn.Module]) -> list[int]:
     """Number the experts that the blocks are of."""
     experts = enumerate(list_experts(denoiser))
     numbers = {module: number for number, expert in experts for module in expert.modules()}

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .sharded_weights import PartialWeights
+
 
 @dataclass(frozen=True)
 class StageWeight:
@@ -20,16 +22,14 @@ class StageWeight:
     shape: torch.Size
 
 
-class PipelineWeights:
+class PipelineWeights(PartialWeights):
     """The weights that belong to single stages of this rank's pipeline."""
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], stage: int, device: torch.device):
         """``ranks`` are those of the pipeline, by stage; ``stage`` is this rank's."""
-        self.group, self._ranks, self._stage, self._device = group, ranks, stage, device
+        super().__init__(device)
+        self._group, self._ranks, self._stage = group, ranks, stage
         self._owners = dict[Tensor, StageWeight]()
-        self._stand_ins = dict[Tensor, Tensor]()
-        self._weights = dict[Tensor, Tensor]()
-        """The weights by their stand-ins."""
 
     def add_block(self, block: nn.Module, stage: int) -> None:
         """Remember the weights of a block; those of another stage are replaced by empty ones, frozen ones by meta ones.
@@ -48,21 +48,13 @@ class PipelineWeights:
                     module.register_parameter(name, weight)
                 self._owners[weight] = owner
 
-    def __contains__(self, weight: object) -> bool:
-        return weight in self._owners
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self._group
 
-    def get_stand_in(self, weight: Tensor) -> Tensor:
-        """Return a meta tensor of the shape of a stage's weight; another weight is returned as it is."""
-        if weight not in self._owners:
-            return weight.detach()
-        if weight not in self._stand_ins:
-            stand_in = torch.empty(self._owners[weight].shape, dtype=weight.dtype, device="meta")
-            self._stand_ins[weight], self._weights[stand_in] = stand_in, weight
-        return self._stand_ins[weight]
-
-    def find_weight(self, stand_in: Tensor) -> Tensor | None:
-        """Return the weight that a meta tensor stands for."""
-        return self._weights.get(stand_in)
+    def get_whole_shape(self, weight: Tensor) -> torch.Size | None:
+        owner = self._owners.get(weight)
+        return None if owner is None else owner.shape
 
     @torch.no_grad()
     def gather(self, weight: Tensor, values: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ What computes on single elements works on the part of this rank; what needs a wh
 at a time.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -21,6 +22,55 @@ GatherWeight = Callable[[], Tensor]
 
 END = -1
 """What the main rank sends instead of the number of a weight when it needs no more."""
+
+
+class PartialWeights(ABC):
+    """Trained weights of which this rank holds a part as a plain tensor, or none of it."""
+
+    def __init__(self, device: torch.device):
+        """``device`` is the one to which whole weights are gathered."""
+        self._device = device
+        self._stand_ins = dict[Tensor, Tensor]()
+        self._weights = dict[Tensor, Tensor]()
+        """The weights by their stand-ins."""
+
+    @property
+    @abstractmethod
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that hold the weights together."""
+
+    @abstractmethod
+    def get_whole_shape(self, weight: Tensor) -> torch.Size | None:
+        """Return the shape of a whole weight; None for weights that each rank has."""
+
+    @abstractmethod
+    def gather(self, weight: Tensor, values: Tensor) -> Tensor:
+        """Gather values of the shape of this rank's part of a weight, and return others as they are; a collective."""
+
+    @abstractmethod
+    def take(self, weight: Tensor, whole: Tensor) -> Tensor:
+        """Return this rank's part of a tensor of the shape of the whole weight, or flat; others as they are."""
+
+    @abstractmethod
+    def list_positions(self, weight: Tensor) -> Tensor:
+        """List the places of this rank's elements in the whole weight, flat, as int32."""
+
+    def __contains__(self, weight: object) -> bool:
+        return isinstance(weight, Tensor) and self.get_whole_shape(weight) is not None
+
+    def get_stand_in(self, weight: Tensor) -> Tensor:
+        """Return a meta tensor of the shape of a whole weight; a weight that each rank has is returned as it is."""
+        shape = self.get_whole_shape(weight)
+        if shape is None:
+            return weight.detach()
+        if weight not in self._stand_ins:
+            stand_in = torch.empty(shape, dtype=weight.dtype, device="meta")
+            self._stand_ins[weight], self._weights[stand_in] = stand_in, weight
+        return self._stand_ins[weight]
+
+    def find_weight(self, stand_in: Tensor) -> Tensor | None:
+        """Return the weight that a meta tensor stands for."""
+        return self._weights.get(stand_in)
 
 
 def get_local_shard(tensor: Tensor) -> Tensor:

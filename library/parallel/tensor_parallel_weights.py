@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from .parallel_plan import TensorParallelPlan
 from .quantize import Ranges, take_ranges
-from .sharded_weights import gather_shards, get_local_shard, list_shard_positions
+from .sharded_weights import PartialWeights, gather_shards, get_local_shard, list_shard_positions
 
 HEAD_NORM_PATTERN = re.compile(r"\.(norm_(added_)?[qk]|(added_)?[qk]_norm)\.")
 """Norms of the heads of an attention layer: their weights are whole on each rank, which applies them to its heads."""
@@ -43,16 +43,14 @@ class WeightLayout:
         return whole
 
 
-class TensorParallelWeights:
+class TensorParallelWeights(PartialWeights):
     """The layouts of the sharded weights of a model."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device):
         """``group`` gathers weights; without one they are only taken apart."""
-        self._group, self._device = group, device
+        super().__init__(device)
+        self._group = group
         self._layouts = dict[Tensor, WeightLayout]()
-        self._stand_ins = dict[Tensor, Tensor]()
-        self._weights = dict[Tensor, Tensor]()
-        """The weights by their stand-ins."""
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -68,27 +66,15 @@ class TensorParallelWeights:
         """Take over the layouts for the parameters that FSDP put in the place of others."""
         self._layouts = {parameters.get(weight, weight): layout for weight, layout in self._layouts.items()}
 
-    def __contains__(self, weight: object) -> bool:
-        return weight in self._layouts
+    def get_whole_shape(self, weight: Tensor) -> torch.Size | None:
+        layout = self._layouts.get(weight)
+        return None if layout is None else layout.shape
 
     def list_positions(self, weight: Tensor) -> Tensor:
         """List the places of this rank's elements in a whole weight, flat, as int32; FSDP may shard its part again."""
         layout = self._layouts.get(weight)
         device = get_local_shard(weight).device
         return list_shard_positions(weight, None if layout is None else list_part_positions(layout, device))
-
-    def get_stand_in(self, weight: Tensor) -> Tensor:
-        """Return a meta tensor of the shape of a sharded weight; another weight is returned as it is."""
-        if weight not in self._layouts:
-            return weight.detach()
-        if weight not in self._stand_ins:
-            stand_in = torch.empty(self._layouts[weight].shape, dtype=weight.dtype, device="meta")
-            self._stand_ins[weight], self._weights[stand_in] = stand_in, weight
-        return self._stand_ins[weight]
-
-    def find_weight(self, stand_in: Tensor) -> Tensor | None:
-        """Return the weight that a meta tensor stands for."""
-        return self._weights.get(stand_in)
 
     @torch.no_grad()
     def gather(self, weight: Tensor, values: Tensor) -> Tensor:

@@ -31,8 +31,11 @@ def suggest_oom_fixes(config: RunConfig, phase: str, batch_size: int) -> Iterato
         yield "--cpu_offload_checkpointing, which offloads checkpointed activations to host memory"
     if is_full and has_full_model and not is_fused:
         yield "--fused_backward_pass, which never holds all gradients (one process)"
-    if not is_full and has_full_model and not train.blocks_to_swap and not config.distributed.torch_compile:
+    can_swap = has_full_model and not train.blocks_to_swap and not config.distributed.torch_compile
+    if can_swap and not is_full:
         yield "--blocks_to_swap N, which offloads the frozen weights of N blocks to host memory"
+    elif can_swap and is_fused:
+        yield "--blocks_to_swap N, which keeps weights and optimizer state of N blocks in host memory"
     if not is_full and config.model.quantize_base == "none" and config.deepspeed.zero_stage != 3:
         yield "--quantize_base int8, which halves the memory of the frozen weights compared to bf16"
     if config.optim.optimizer_type.lower() in ("adamw", "adam"):

@@ -61,6 +61,7 @@ from ..parallel.parallel_plan import build_parallel_plan
 from ..parallel.sharded_weights import get_local_shard, present_shard_like
 from ..parallel.stored_base import explain_dequantization, keep_stored_layers
 from ..parallel.strategy import Strategy
+from ..parallel.trained_block_swap import TrainedBlockSwap, swap_trained_blocks
 from .full_weights import build_full_modules, build_full_param_groups, format_full_summary, get_trained_dtypes
 from .nan_and_oom_handling import BadSamples, NanGuard, OomRecovery
 from .network_weights import InitialWeights, keep_idle_layers, load_network_weights
@@ -152,15 +153,15 @@ def build_run(
     objective = build_objective(config.noise, config.loss, family, pipe)
     set_attention_mode(getattr(pipe, family.facts.denoiser_name), config.distributed.attn_mode)
     trained, adapter = _select_trained_weights(config, family, pipe, initial_weights)
-    _prepare_trainable_parameters(trained, strategy, is_bf16=config.distributed.full_bf16)
+    swap = _prepare_trainable_parameters(trained, strategy, config)
     for line in _describe_trained_weights(config, trained, adapter):
         logger.info("%s", line)
-    if is_quantized_or_offloaded(config.model, config.train, trained.denoiser):
-        devices = strategy.device, strategy.base_load_device
-        quantize_and_offload_base(trained.denoiser, devices, config.model, config.train, strategy.nf4_kernel)
+    _store_frozen_base(config, strategy, trained)
     groups = _build_groups(config, family, trained, adapter)
     optimizer = _build_optimizer(config.optim, groups, is_sharded=strategy.shard_group is not None)
     compilation = _compile_or_fuse(config.distributed, config.train, config.cache, strategy, trained, prepared=prepared)
+    if swap is not None:
+        swap.watch(trained.denoiser)
     model, optimizer = strategy.wrap(trained, optimizer, build_parallel_plan(family, trained.denoiser))
     groups = _follow_optimizer(groups, optimizer)
     dropout = _build_dropout(config, strategy, family, trained, adapter)
@@ -170,7 +171,7 @@ def build_run(
     task = replace(task, resolution_sides=prepared.list_resolution_sides())
     if (facts := cache_readers.slider) is not None:
         task = build_slider_task(task, config.slider, facts, prepared, strategy.unwrap_model(model))
-    _prepare_steps(config, strategy, model, optimizer)
+    _prepare_steps(config, strategy, model, optimizer, swap)
     loader = _build_loader(strategy, prepared, plan, cache_readers)
     if strategy.comm.is_main:
         _warn_truncated_captions(family, pipe, prepared.list_first_epoch_captions(plan.batch_plan, plan.steps))
@@ -205,11 +206,13 @@ def _build_ema(config: OptimConfig, trainable: Sequence[nn.Parameter], strategy:
     return None if decay is None else AdapterEMA(trainable, decay, strategy.use_written_weights)
 
 
-def _prepare_steps(config: RunConfig, strategy: Strategy, model: nn.Module, optimizer: Any) -> None:
+def _prepare_steps(
+    config: RunConfig, strategy: Strategy, model: nn.Module, optimizer: Any, swap: TrainedBlockSwap | None
+) -> None:
     """Let the strategy update weights within the backward pass, or capture the micro-batches, if asked for."""
     rounding = _build_rounding(config, strategy, model, optimizer)
     if config.full.fused_backward_pass:  # accelerate's wrapper steps all weights
-        strategy.fused_backward = FusedBackward(optimizer.optimizer, config.optim.max_grad_norm, rounding)
+        strategy.fused_backward = FusedBackward(optimizer.optimizer, config.optim.max_grad_norm, rounding, swap)
         if config.optim.max_grad_norm:
             message = "fused backward pass: max_grad_norm %g limits the norm of each gradient on its own, not of all"
             logger.info(message, config.optim.max_grad_norm)
@@ -301,16 +304,34 @@ def _inject_adapters(
     return trained, keep_idle_layers(adapter, initial_weights, collect_component_keys(family, pipe))
 
 
-def _prepare_trainable_parameters(trained: TrainableModules, strategy: Strategy, *, is_bf16: bool) -> None:
-    """Cast and move them before the optimizer is built, as some optimizers allocate their state at once."""
-    if is_bf16:
+def _prepare_trainable_parameters(
+    trained: TrainableModules, strategy: Strategy, config: RunConfig
+) -> TrainedBlockSwap | None:
+    """Cast and move them before the optimizer is built, as some optimizers allocate their state at once.
+
+    Return what keeps the trained weights of some blocks in host memory, if there are any.
+    """
+    if config.distributed.full_bf16:
         cast_trainable_parameters(trained, torch.bfloat16)
     if strategy.mixed_precision != "no":
         leave_input_casts_to_autocast(trained)
+    swap = None
+    if config.adapter.is_full and config.train.blocks_to_swap:
+        swap = swap_trained_blocks(trained.denoiser, strategy.device, config.train)
     if strategy.trains_base and not strategy.has_full_model:
-        return  # no device has to hold all trained weights: the strategy moves them as it shards them
+        return swap  # no device has to hold all trained weights: the strategy moves them as it shards them
+    swapped = set() if swap is None else swap.swapped_weights
     for parameter in get_trainable_parameters(trained):
-        parameter.data = parameter.data.to(strategy.device)
+        if parameter not in swapped:
+            parameter.data = parameter.data.to(strategy.device)
+    return swap
+
+
+def _store_frozen_base(config: RunConfig, strategy: Strategy, trained: TrainableModules) -> None:
+    """Quantize and offload the frozen weights of the denoiser, if asked for; full training has no use for it."""
+    if not config.adapter.is_full and is_quantized_or_offloaded(config.model, config.train, trained.denoiser):
+        devices = strategy.device, strategy.base_load_device
+        quantize_and_offload_base(trained.denoiser, devices, config.model, config.train, strategy.nf4_kernel)
 
 
 def _compile_or_fuse(

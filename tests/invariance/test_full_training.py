@@ -185,6 +185,7 @@ def test_weights_are_written_in_shards_with_an_index_and_cast(tmp_path):
     [
         ("--quantize_base fp8", "quantize_base"),
         ("--blocks_to_swap 2", "blocks_to_swap"),
+        ("--blocks_to_swap 2 --fused_backward_pass --torch_compile", "blocks_to_swap"),
         ("--pp_size 2 --tp_size 2", "pp_size"),
         ("--pp_size 2 --mixed_precision fp16", "mixed_precision"),
         ("--device_map balanced", "device_map"),

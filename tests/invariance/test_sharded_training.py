@@ -202,7 +202,13 @@ def test_files_for_the_weights_of_zero_stage_3_are_refused_for_trained_weights(t
     nvme = f"--offload_param_device nvme --offload_param_nvme_path {tmp_path}"
     config = parse_config(f"--train full {ZERO_3} {nvme}".split()).config
     assert format_lines(validate_deepspeed(config, World())) == [
-        "--offload_param_device nvme: it is for frozen weights, and train full trains them; use cpu"
+        "--offload_param_device nvme: DeepSpeed keeps the weights that its optimizer updates in memory, so files"
+        " would be a second copy of them; use cpu"
+    ]
+    config = parse_config(f"--train full {ZERO_3} --offload_optimizer_device nvme".split()).config
+    assert format_lines(validate_deepspeed(config, World())) == [
+        "--offload_optimizer_device nvme: not supported: checkpoints and resuming need the optimizer state in memory;"
+        " use cpu"
     ]
     for more in ("", "--offload_param_device cpu"):
         assert not [*validate_deepspeed(parse_config(f"--train full {ZERO_3} {more}".split()).config, World())]

@@ -286,7 +286,8 @@ def test_weights_of_a_step_that_stopped_half_way_are_told_as_such():
 @pytest.mark.parametrize(
     ("words", "refused"),
     [
-        ("--train full --fused_backward_pass", ("--on_oom", "--blocks_to_swap", "--quantize_base", "--network_dim")),
+        ("--train full --fused_backward_pass", ("--on_oom", "--quantize_base", "--network_dim")),
+        ("--train full --fused_backward_pass --torch_compile", ("--on_oom", "--blocks_to_swap")),
         ("--train full", ("--blocks_to_swap", "--quantize_base", "--network_dim")),
         ("--train embedding --token_string x", ("--cache_text_encoder_outputs", "--network_dim")),
     ],
@@ -295,6 +296,7 @@ def test_what_is_advised_after_out_of_memory_is_not_refused(words, refused):
     advice = " ".join(suggest_oom_fixes(parse_config(words.split()).config, "forward", 4))
     assert not [option for option in refused if option in advice]
     assert ("--fused_backward_pass" in advice) == (words == "--train full")
+    assert "--blocks_to_swap" in advice or words != "--train full --fused_backward_pass"
 
 
 @pytest.mark.parametrize(
