@@ -237,14 +237,27 @@ def resize_image(image: "Image", size: tuple[int, int], interpolation: str | Non
 
 
 def resize_area(image: Pixels, size: tuple[int, int]) -> Pixels:
-    """Average the area of each target pixel, with fractional weights at its borders.
+    """Average the area of each target pixel, with fractional weights at its borders: to the bit as OpenCV does.
 
     Pillow's box filter uses whole pixels only, which aliases unless the sizes divide evenly.
     """
     height, width, channels = image.shape
-    rows = _average_rows(image.reshape(height, -1), size[1]).reshape(size[1], width, channels)
-    columns = _average_rows(rows.transpose(1, 0, 2).reshape(width, -1), size[0]).reshape(size[0], size[1], channels)
-    return np.clip(np.rint(columns.transpose(1, 0, 2)), 0, 255).astype(np.uint8)
+    if not (width % size[0] or height % size[1]):
+        return _average_blocks(image, (width // size[0], height // size[1]))
+    columns = _average_rows(image.transpose(1, 0, 2).reshape(width, -1), size[0]).reshape(size[0], height, channels)
+    rows = _average_rows(columns.transpose(1, 0, 2).reshape(height, -1), size[1]).reshape(size[1], size[0], channels)
+    return np.clip(np.rint(rows), 0, 255).astype(np.uint8)
+
+
+def _average_blocks(image: Pixels, block: tuple[int, int]) -> Pixels:
+    """Average blocks of whole pixels as OpenCV does: it rounds halves up in blocks of 2 x 2, to even in others."""
+    parts = [image[row :: block[1], column :: block[0]] for row in range(block[1]) for column in range(block[0])]
+    sums = np.zeros(parts[0].shape, np.int32)
+    for part in parts:
+        sums += part
+    if block == (2, 2):
+        return ((sums + 2) >> 2).astype(np.uint8)
+    return np.rint(sums.astype(np.float32) * np.float32(1 / (block[0] * block[1]))).astype(np.uint8)
 
 
 def _average_rows(image: NDArray[np.uint8] | NDArray[np.float32], num_rows: int) -> NDArray[np.float32]:
