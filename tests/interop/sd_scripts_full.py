@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer  # noqa: F401
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
-from kohya_full_runs import (  # noqa: E402
+from kohya_full_runs import (
     CASES,
     SDXL_LAYERS,
     TEXT_WIDTHS,

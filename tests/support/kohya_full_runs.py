@@ -66,7 +66,12 @@ class FullCase:
         paths = {"pretrained_model_name_or_path": "model", "dataset_config": "dataset.toml", "output_dir": "output"}
         paths["tokenizer_cache_dir"] = "tokenizers"
         flags = [*COMMON.split(), *self.flags.split(), "--gradient_accumulation_steps", str(self.accumulation)]
-        return [*flags, "--output_name", "lora", *(part for item in paths.items() for part in (f"--{item[0]}", str(folder / item[1])))]
+        return [
+            *flags,
+            "--output_name",
+            "lora",
+            *(part for item in paths.items() for part in (f"--{item[0]}", str(folder / item[1]))),
+        ]
 
 
 CASES: Mapping[str, FullCase] = {
@@ -114,7 +119,9 @@ def build_generator(*parts: Any) -> torch.Generator:
 
 def draw_noise(step: int, captions: Sequence[str], shape: Sequence[int]) -> Tensor:
     """Draw the noise of a batch (B, C, H, W); that of an image depends on step and caption."""
-    return torch.stack([torch.randn(tuple(shape[1:]), generator=build_generator("noise", step, each)) for each in captions])
+    return torch.stack(
+        [torch.randn(tuple(shape[1:]), generator=build_generator("noise", step, each)) for each in captions]
+    )
 
 
 def draw_timesteps(step: int, captions: Sequence[str]) -> Tensor:
@@ -167,12 +174,12 @@ def _write_dataset(case: FullCase, folder: Path) -> None:
 
 
 def _write_model(case: FullCase, folder: Path) -> None:
-    from library.models.loading import import_model_class
-    from library.models.tokenizers import END_TOKEN, START_TOKEN, build_byte_tokenizer, build_byte_vocabulary
-    from library.models.weights import build_empty_model
     from transformers import CLIPTokenizer
 
     from benchmarks.peers import save_clip_tokenizer
+    from library.models.loading import import_model_class
+    from library.models.tokenizers import END_TOKEN, START_TOKEN, build_byte_tokenizer, build_byte_vocabulary
+    from library.models.weights import build_empty_model
 
     words = build_byte_vocabulary()
     configs = _build_configs(case, {"bos_token_id": words[START_TOKEN], "eos_token_id": words[END_TOKEN]}, len(words))
@@ -187,7 +194,9 @@ def _write_model(case: FullCase, folder: Path) -> None:
             model = build_empty_model(import_model_class(package, config["_class_name"]), config)
             file = "model" if package == "transformers" else "diffusion_pytorch_model"
             names = (each if "text_model." in each else f"text_model.{each}" for each in model.state_dict())
-            weights = zip(names if name == "text_encoder" else model.state_dict(), model.state_dict().values(), strict=True)
+            weights = zip(
+                names if name == "text_encoder" else model.state_dict(), model.state_dict().values(), strict=True
+            )
             save_file(_draw_weights(name, dict(weights)), path / f"{file}.safetensors", {"format": "pt"})
     for name in [each.replace("text_encoder", "tokenizer") for each in case.encoders]:
         settings = {"model_max_length": 77, "pad_token": "!" if name == "tokenizer_2" else END_TOKEN}
@@ -206,7 +215,10 @@ def _build_configs(case: FullCase, special: dict[str, int], words: int) -> dict[
         "scheduler": ("diffusers", scheduler),
         "vae": ("diffusers", _build_vae_config(0.13025 if case.is_sdxl else 0.18215)),
         "unet": ("diffusers", _build_unet_config(case.is_sdxl)),
-        **{name: ("transformers", _build_text_config(case, name) | special | {"vocab_size": words}) for name in case.encoders},
+        **{
+            name: ("transformers", _build_text_config(case, name) | special | {"vocab_size": words})
+            for name in case.encoders
+        },
     }
 
 

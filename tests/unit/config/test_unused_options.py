@@ -43,7 +43,10 @@ from library.training.preflight import find_settings_problems, load_settings
             {"learning_rate": "unet_lr and learning_rate_te are set"},
         ),
         ("--train full --train_text_encoder --learning_rate 1e-3 --unet_lr 1e-5 --learning_rate_te1 1e-6", {}),
-        (f"--train full --learning_rate 1e-3 --block_lr {','.join(['1e-5'] * 23)}", {"learning_rate": "block_lr is set"}),
+        (
+            f"--train full --learning_rate 1e-3 --block_lr {','.join(['1e-5'] * 23)}",
+            {"learning_rate": "block_lr is set"},
+        ),
         ("--no-network_train_unet_only --optimizer_type adafactor --text_encoder_lr 0", {"text_encoder_lr": ""}),
         ("--optimizer_type adafactor --lr_scheduler cosine", {"lr_scheduler": ""}),
         ("--network_train_unet_only --text_encoder_lr 1e-5", {"text_encoder_lr": "text encoders are not trained"}),
