@@ -6,6 +6,7 @@ computed them from the same images, captions, noise and timesteps.  To record th
     python tests/golden/test_kohya_full_training.py FOLDER_OF_SD_SCRIPTS PYTHON
 """
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -87,13 +88,17 @@ def test_the_same_command_trains_the_same_weights(name, tmp_path):
 
     losses = [line["loss/current"] for line in read_metrics(tmp_path / "output") if "loss/current" in line]
     theirs = golden[f"{name}.losses"].view(STEPS, -1).mean(1)
-    open("/tmp/full1/fig.txt", "a").write(f"{name} loss {max(abs(a/b-1) for a,b in zip(losses, theirs.tolist()))} {losses} {theirs.tolist()}\n")  # DEBUG
+    open("/tmp/full1/fig.txt", "a").write(
+        f"{name} loss {max(abs(a / b - 1) for a, b in zip(losses, theirs.tolist()))} {losses} {theirs.tolist()}\n"
+    )  # DEBUG
     assert losses == pytest.approx(theirs.tolist(), rel=1e-5)
     before, after = read_weights(tmp_path / "model", case), read_weights(tmp_path / "output" / "lora", case)
     assert hash_names(after) == golden[f"{name}.names"] == hash_names(before)
     difference = (summarize_weights(after) - golden[f"{name}.weights"]).abs()
     scale = torch.tensor([float(after[each].abs().max()) for each in sorted(after)])
-    open("/tmp/full1/fig.txt", "a").write(f"{name} abs {float(difference.max())} rel {float((difference / scale[:, None]).max())}\n")  # DEBUG
+    open("/tmp/full1/fig.txt", "a").write(
+        f"{name} abs {float(difference.max())} rel {float((difference / scale[:, None]).max())}\n"
+    )  # DEBUG
     assert float((difference / scale[:, None]).max()) < 1e-5
     moved = {each for each in after if not torch.equal(after[each], before[each])}
     assert {each.partition(".")[0] for each in moved} == {"unet", *(case.encoders if "text" in name else ())}
@@ -106,9 +111,8 @@ def record(folder: str, python: str) -> None:
         for name, case in CASES.items():
             path, file = Path(work, name), Path(work, f"{name}.safetensors")
             write_case(case, path)
-            subprocess.run(
-                [python, str(DRIVER), folder, name, str(path), str(file)], check=True, env={"HF_HUB_OFFLINE": "1"}
-            )
+            command = [python, str(DRIVER), folder, name, str(path), str(file)]
+            subprocess.run(command, check=True, env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""})
             recorded |= {f"{name}.{key}": tensor for key, tensor in load_file(file).items()}
     save_file(recorded, GOLDEN)
 

@@ -63,17 +63,14 @@ class FullCase:
 
     def build_flags(self, folder: Path) -> list[str]:
         """Build the command line of both programs, whose model and dataset are in a folder."""
-        paths = {"pretrained_model_name_or_path": "model", "dataset_config": "dataset.toml", "output_dir": "output"}
-        paths["tokenizer_cache_dir"] = "tokenizers"
-        flags = [*COMMON.split(), *self.flags.split(), "--gradient_accumulation_steps", str(self.accumulation)]
-        return [
-            *flags,
-            "--output_name",
-            "lora",
-            *(part for item in paths.items() for part in (f"--{item[0]}", str(folder / item[1]))),
-        ]
+        files = {"pretrained_model_name_or_path": "model", "dataset_config": "dataset.toml", "output_dir": "output"}
+        files |= {"tokenizer_cache_dir": "tokenizers"}
+        paths = [part for name, file in files.items() for part in (f"--{name}", str(folder / file))]
+        accumulation = ("--gradient_accumulation_steps", str(self.accumulation))
+        return [*COMMON.split(), *self.flags.split(), *accumulation, "--output_name", "lora", *paths]
 
 
+# Gradients that are zero but for rounding would give updates of full size, of random sign; eps keeps them small.
 CASES: Mapping[str, FullCase] = {
     "unet": FullCase(
         "fine_tune.py",
@@ -105,7 +102,7 @@ CASES: Mapping[str, FullCase] = {
     "sdxl_fused": FullCase(
         "sdxl_train.py",
         "--learning_rate 1e-3 --fused_backward_pass --optimizer_type Adafactor --optimizer_args relative_step=False"
-        " scale_parameter=False warmup_init=False --lr_scheduler constant_with_warmup --lr_warmup_steps 4"
+        " scale_parameter=False warmup_init=False eps=(1e-7,1e-3) --lr_scheduler constant_with_warmup --lr_warmup_steps 4"
         " --max_grad_norm 0.02 --no_half_vae",
         ((96, 96), (192, 192), (96, 96), (288, 288)),
         4,
