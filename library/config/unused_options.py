@@ -151,7 +151,7 @@ def explain_own_rates(config: RunConfig, *, trains_text_encoders: bool) -> str |
     adapter, optim, full = config.adapter, config.optim, config.full
     setters = list[str]()
     if adapter.trains_denoiser:
-        has_blocks = adapter.is_full and full.block_lr is not None
+        has_blocks = adapter.is_full and full.block_lr is not None and optim.learning_rate != 0
         setters.append("block_lr" if has_blocks else "" if optim.unet_lr is None else "unet_lr")
     if trains_text_encoders:
         singles = full.text_encoder_rates if adapter.is_full else ()
