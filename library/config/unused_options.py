@@ -154,14 +154,15 @@ def explain_own_rates(config: RunConfig, *, trains_text_encoders: bool) -> str |
         has_blocks = adapter.is_full and full.block_lr is not None and optim.learning_rate != 0
         setters.append("block_lr" if has_blocks else "" if optim.unet_lr is None else "unet_lr")
     if trains_text_encoders:
-        singles = full.text_encoder_rates if adapter.is_full else ()
-        has_own = optim.text_encoder_lr and None not in singles
-        setters.append("" if not has_own else "learning_rate_te" if singles else "text_encoder_lr")
+        names = full.text_encoder_rate_names if adapter.is_full else ()
+        has_own = bool(optim.text_encoder_lr) and not (names and None in full.text_encoder_rates)
+        setters += (names or ["text_encoder_lr"]) if has_own else [""]
     if adapter.trains_embedding:
         setters.append("" if adapter.embedding_lr is None else "embedding_lr")
     if not setters or "" in setters:
         return None
-    return f"{' and '.join(setters)} {'is' if len(setters) == 1 else 'are'} set"
+    *others, last = setters
+    return f"{', '.join(others)} and {last} are set" if others else f"{last} is set"
 
 
 def _uses_engine(name: str, switch: bool | None) -> bool:

@@ -44,6 +44,11 @@ from library.training.preflight import find_settings_problems, load_settings
         ),
         ("--train full --train_text_encoder --learning_rate 1e-3 --unet_lr 1e-5 --learning_rate_te1 1e-6", {}),
         (
+            "--train full --train_text_encoder --learning_rate 1e-3 --unet_lr 1e-5 --learning_rate_te1 1e-6"
+            " --learning_rate_te2 0",
+            {"learning_rate": "unet_lr, learning_rate_te1 and learning_rate_te2 are set"},
+        ),
+        (
             f"--train full --learning_rate 1e-3 --block_lr {','.join(['1e-5'] * 23)}",
             {"learning_rate": "block_lr is set"},
         ),
