@@ -60,6 +60,7 @@ class Trait(Enum):
     TRACKER = "a tracker (`logging_dir` or `log_with`)"
     WANDB = "`log_with` wandb or all"
     RATE = "an optimizer that does not set its own learning rate"
+    SHARED_RATE = "a trained part without a rate of its own"
     SCHEDULE = "an optimizer that uses a schedule"
     TRAINED_TEXT = "trained text encoders"
     TRAINED_DENOISER = "a trained denoiser"

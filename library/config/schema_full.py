@@ -52,8 +52,13 @@ class FullConfig:
     )
 
     @property
+    def text_encoder_rate_names(self) -> tuple[str, ...]:
+        """The options of single text encoders, if one is set, in the order of the encoders."""
+        if self.learning_rate_te1 is None and self.learning_rate_te2 is None:
+            return () if self.learning_rate_te is None else ("learning_rate_te",)
+        return "learning_rate_te1", "learning_rate_te2"
+
+    @property
     def text_encoder_rates(self) -> tuple[float | None, ...]:
         """The rates that are set for single encoders, in their order; None stands for learning_rate."""
-        if self.learning_rate_te1 is None and self.learning_rate_te2 is None:
-            return () if self.learning_rate_te is None else (self.learning_rate_te,)
-        return self.learning_rate_te1, self.learning_rate_te2
+        return tuple(getattr(self, name) for name in self.text_encoder_rate_names)

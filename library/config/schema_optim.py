@@ -30,7 +30,12 @@ class OptimConfig:
         1e-4,
         "peak learning rate",
         minimum=0,
-        needs=(Has(Trait.RATE),),
+        needs=(
+            Has(Trait.RATE),
+            AnyOf(  # the first two compare it with rates that they name in numbers
+                (IsSet("lr_scheduler_type"), HasValue("lr_scheduler", ("polynomial",)), Has(Trait.SHARED_RATE)),
+            ),
+        ),
         is_basic=True,
         kohya_default="2e-6",
         default_text="1e-4",

@@ -99,6 +99,8 @@ def find_unused_options(
         run = build_config(RunConfig, dict(values))
         traits = list_config_traits(run)
         traits |= model.list_traits(run.noise) if model is not None else {}
+        trains_text = run.adapter.trains_text_encoders and not traits.get(Trait.TEXT_ENCODERS)
+        traits[Trait.SHARED_RATE] = explain_own_rates(run, trains_text_encoders=trains_text)
         # Without a model: shift, with which every option has an effect that has one with any family's default.
         sampling = run.noise.get_timestep_sampling(model.timestep_sampling if model is not None else "shift")
         implied = {"timestep_sampling": sampling, **dict.fromkeys(unknown, UNKNOWN)}
@@ -146,6 +148,25 @@ def list_config_traits(config: RunConfig) -> dict[Trait, str | None]:
         Trait.SAMPLER: find_unusable_sampler(config.preview.sample_sampler, config.noise),
     }
     return {trait: reason or None for trait, reason in missing.items()}
+
+
+def explain_own_rates(config: RunConfig, *, trains_text_encoders: bool) -> str | None:
+    """Say which options give every trained part a learning rate of its own; None if one has that of all."""
+    adapter, optim, full = config.adapter, config.optim, config.full
+    setters = list[str]()
+    if adapter.trains_denoiser:
+        has_blocks = adapter.is_full and full.block_lr is not None and optim.learning_rate != 0
+        setters.append("block_lr" if has_blocks else "" if optim.unet_lr is None else "unet_lr")
+    if trains_text_encoders:
+        names = full.text_encoder_rate_names if adapter.is_full else ()
+        has_own = bool(optim.text_encoder_lr) and not (names and None in full.text_encoder_rates)
+        setters += (names or ["text_encoder_lr"]) if has_own else [""]
+    if adapter.trains_embedding:
+        setters.append("" if adapter.embedding_lr is None else "embedding_lr")
+    if not setters or "" in setters:
+        return None
+    *others, last = setters
+    return f"{', '.join(others)} and {last} are set" if others else f"{last} is set"
 
 
 def _uses_engine(name: str, switch: bool | None) -> bool:

@@ -36,6 +36,9 @@ def validate_full_training(config: RunConfig) -> Iterator[Problem]:
     yield from _validate_fused_backward(config)
     if config.full.block_lr is not None and config.optim.unet_lr is not None:
         yield Problem("block_lr", "contradicts unet_lr", "remove one of them", others=("unet_lr",))
+    if config.full.block_lr is not None and not config.optim.learning_rate and config.adapter.trains_text_encoders:
+        text = "0 beside block_lr: sd-scripts then trains no block"
+        yield Problem("learning_rate", text, "remove one of them", others=("block_lr",))
     for pattern in config.adapter.train_modules:
         try:
             re.compile(pattern)

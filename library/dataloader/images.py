@@ -7,7 +7,7 @@ Files are decoded, in their EXIF orientation and transparent ones on white, by `
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -237,28 +237,46 @@ def resize_image(image: "Image", size: tuple[int, int], interpolation: str | Non
 
 
 def resize_area(image: Pixels, size: tuple[int, int]) -> Pixels:
-    """Average the area of each target pixel, with fractional weights at its borders.
+    """Average the area of each target pixel, with fractional weights at its borders: to the bit as OpenCV does.
 
     Pillow's box filter uses whole pixels only, which aliases unless the sizes divide evenly.
     """
-    height, width, channels = image.shape
-    rows = _average_rows(image.reshape(height, -1), size[1]).reshape(size[1], width, channels)
-    columns = _average_rows(rows.transpose(1, 0, 2).reshape(width, -1), size[0]).reshape(size[0], size[1], channels)
-    return np.clip(np.rint(columns.transpose(1, 0, 2)), 0, 255).astype(np.uint8)
+    height, width, _ = image.shape
+    if not (width % size[0] or height % size[1]):
+        return _average_blocks(image, (width // size[0], height // size[1]))
+    rows = _average_along(_average_along(image, 1, size[0]), 0, size[1])  # in OpenCV's order, for equal sums
+    return np.clip(np.rint(rows), 0, 255).astype(np.uint8)
 
 
-def _average_rows(image: NDArray[np.uint8] | NDArray[np.float32], num_rows: int) -> NDArray[np.float32]:
-    """Average the rows of ``image`` to ``num_rows``, which are fewer."""
-    edges = np.linspace(0, len(image), num_rows + 1)
+def _average_blocks(image: Pixels, block: tuple[int, int]) -> Pixels:
+    """Average blocks of whole pixels as OpenCV does: it rounds halves up in blocks of 2 x 2, to even in others."""
+    parts = [image[row :: block[1], column :: block[0]] for row in range(block[1]) for column in range(block[0])]
+    sums = np.zeros(parts[0].shape, np.int32)
+    for part in parts:
+        sums += part
+    if block == (2, 2):
+        return ((sums + 2) >> 2).astype(np.uint8)
+    return np.rint(sums.astype(np.float32) * np.float32(1 / (block[0] * block[1]))).astype(np.uint8)
+
+
+def _average_along(
+    image: NDArray[np.uint8] | NDArray[np.float32], axis: Literal[0, 1], count: int
+) -> NDArray[np.float32]:
+    """Average rows (axis 0) or columns (1) to ``count``, which are fewer."""
+    length = image.shape[axis]
+    edges = np.linspace(0, length, count + 1)
     starts, ends = edges[:-1, None], edges[1:, None]
     first = np.floor(starts).astype(np.int64)
-    rows = first + np.arange(int((np.ceil(ends) - first).max()))
-    weights = np.clip(np.minimum(rows + 1, ends) - np.maximum(rows, starts), 0, None)
+    lines = first + np.arange(int((np.ceil(ends) - first).max()))
+    weights = np.clip(np.minimum(lines + 1, ends) - np.maximum(lines, starts), 0, None)
     weights = (weights / weights.sum(axis=1, keepdims=True)).astype(np.float32)
-    rows = np.minimum(rows, len(image) - 1)
-    averaged = np.zeros((num_rows, image.shape[1]), np.float32)
-    for index in range(rows.shape[1]):
-        averaged += image[rows[:, index]] * weights[:, index, None]
+    lines = np.minimum(lines, length - 1)
+    shape = (count, *image.shape[1:]) if axis == 0 else (image.shape[0], count, *image.shape[2:])
+    averaged = np.zeros(shape, np.float32)
+    for index in range(lines.shape[1]):
+        part = np.take(image, lines[:, index], axis).astype(np.float32)
+        part *= weights[:, index].reshape((-1, 1, 1) if axis == 0 else (1, -1, 1))
+        averaged += part
     return averaged
 
 

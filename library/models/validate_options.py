@@ -392,11 +392,8 @@ def _find_other_defaults(loaded: ParsedConfig, detected: DetectedModel) -> Itera
     if loaded.program != "sd-scripts":
         yield from (f"{name} {value}" for name, value in _list_musubi_differences(loaded))
         return
-    optim, facts = loaded.config.optim, get_family_facts(detected.family)
-    text_encoders = select_trained_text_encoders(loaded.config.adapter, optim, facts)
-    has_all_rates = optim.unet_lr is not None and (optim.text_encoder_lr or not text_encoders)
-    is_other = {"learning_rate": not has_all_rates, "v_parameterization": detected.prediction_type == "v"}
-    options = [option for option in iter_options(RunConfig) if is_other.get(option.name, True)]
+    facts, predicts_v = get_family_facts(detected.family), detected.prediction_type == "v"
+    options = [option for option in iter_options(RunConfig) if predicts_v or option.name != "v_parameterization"]
     theirs: dict[str, object] = {option.name: option.kohya_default for option in options if option.kohya_default}
     sampling = loaded.config.noise.get_timestep_sampling(facts.training_noise.timestep_sampling)
     values = flatten_config(loaded.config) | {"timestep_sampling": sampling}

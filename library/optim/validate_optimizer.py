@@ -62,6 +62,7 @@ WHOLE_TENSOR_REASONS = {
     "pytorch_optimizer.CAME": "averages over the rows and columns of each matrix",
     "torch.optim.Muon": "orthogonalizes whole matrices",
     "bitsandbytes.": "quantizes its state in blocks of whole tensors",
+    "torchao.": "quantizes its state in blocks of what each process holds",
     "pytorch_optimizer.ScheduleFree": "switches between two sets of whole weights",
 }
 """Why an optimizer, by the start of its import path, does not update each element on its own."""

@@ -1,5 +1,6 @@
 """Images are decoded to the pixels that a viewer shows, and resized as in sd-scripts."""
 
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -116,6 +117,25 @@ def test_area_resizing_is_the_exact_mean_of_the_covered_pixels(width: int, heigh
     fine = image.repeat(size[1], axis=0).repeat(size[0], axis=1).astype(np.float64)
     exact = fine.reshape(size[1], height, size[0], width, 3).mean(axis=(1, 3))
     assert np.abs(resize_area(image, size) - exact).max() <= 0.51
+
+
+@pytest.mark.parametrize(
+    ("size", "new_size", "checksum"),
+    [
+        ((192, 192), (96, 96), 2807713854),
+        ((288, 288), (96, 96), 2731795736),
+        ((100, 280), (69, 192), 2114376265),
+        ((192, 90), (96, 30), 144900610),
+        ((384, 384), (64, 64), 2868371862),
+        ((300, 200), (300, 77), 4190333173),
+        ((1500, 1001), (777, 519), 1131093994),
+    ],
+)
+def test_area_resizing_rounds_as_opencv_does(size, new_size, checksum):
+    """The checksums are those of ``cv2.resize`` with ``INTER_AREA`` of OpenCV 4.10, with which sd-scripts shrinks."""
+    count = size[0] * size[1] * 3
+    image = ((np.arange(count, dtype=np.int64) * 2654435761 >> 7) % 256).astype(np.uint8).reshape(*size[::-1], 3)
+    assert zlib.crc32(resize_area(image, new_size).tobytes()) == checksum
 
 
 def test_resizing_is_area_when_shrinking_and_lanczos_when_a_side_grows():

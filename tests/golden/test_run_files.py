@@ -28,16 +28,16 @@ OPTIONS = {option.name: option for option in iter_options(RunConfig)}
 UNUSED = {
     "a_sd1.toml": "lowram sample_every_n_epochs sample_sampler",
     "e_sdxl.toml": "",
-    "j_sd1.toml": "lowram mem_eff_attn persistent_data_loader_workers max_train_steps sample_sampler"
+    "j_sd1.toml": "learning_rate lowram mem_eff_attn persistent_data_loader_workers max_train_steps sample_sampler"
     " save_last_n_steps_state",
     "m_sdxl.toml": "additional_parameters epoch noise_offset_type no_half_vae max_train_steps learning_rate unet_lr"
     " text_encoder_lr wandb_run_name clip_skip keep_tokens",
-    "p_sdxl.toml": "epoch noise_offset_type lr_scheduler_num_cycles wandb_run_name clip_skip",
-    "s_sd1.toml": "additional_parameters epoch noise_offset_type lr_scheduler_num_cycles wandb_run_name"
+    "p_sdxl.toml": "learning_rate epoch noise_offset_type lr_scheduler_num_cycles wandb_run_name clip_skip",
+    "s_sd1.toml": "learning_rate additional_parameters epoch noise_offset_type lr_scheduler_num_cycles wandb_run_name"
     " max_bucket_reso",
     "t_flux.toml": "model_train_type model_type sdpa lowram persistent_data_loader_workers text_encoder_lr discrete_flow_shift"
     " clip_skip keep_tokens max_bucket_reso",
-    "x_sdxl.toml": "dynamo_backend epoch no_half_vae noise_offset_type max_train_steps clip_skip max_bucket_reso",
+    "x_sdxl.toml": "learning_rate dynamo_backend epoch no_half_vae noise_offset_type max_train_steps clip_skip max_bucket_reso",
     "y_sd1.toml": "lowram mem_eff_attn persistent_data_loader_workers sample_every_n_epochs sample_sampler dataset_repeats",
 }
 """The keys of each file that cannot change its result, apart from xformers, which may be installed."""

@@ -195,6 +195,10 @@ def test_weights_are_written_in_shards_with_an_index_and_cast(tmp_path):
         ("--mixed_precision fp8", "mixed_precision"),
         ("--train_text_encoder --stop_text_encoder_training 5", "stop_text_encoder_training"),
         ("--train_modules (", "train_modules"),
+        (
+            f"--train_text_encoder --learning_rate_te 1e-6 --learning_rate 0 --block_lr {','.join(['1e-5'] * 23)}",
+            "learning_rate",
+        ),
         ("--blank_prompt_preservation_multiplier 1", "blank_prompt_preservation_multiplier"),
     ],
 )

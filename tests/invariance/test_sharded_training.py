@@ -184,6 +184,7 @@ def test_sharded_training_in_bf16_is_that_of_one_process_but_for_rounding(precis
         ("Adafactor", " (it averages over the rows and columns of each matrix)"),
         ("Prodigy", " (it computes its step size from all weights)"),
         ("AdamW8bit", " (it quantizes its state in blocks of whole tensors)"),
+        ("torchao.optim.AdamW8bit", " (it quantizes its state in blocks of what each process holds)"),
         ("Muon", " (it orthogonalizes whole matrices)"),
         ("AdamWScheduleFree", " (it switches between two sets of whole weights)"),
         ("torch.optim.ASGD", ""),

@@ -161,7 +161,8 @@ def train_with_kills(
         name, steps_before = next(names), count_logged_steps(folder)
         run, start = start_run(LAUNCH_CASES[name], data, folder), time.monotonic()
         limit = random_state.uniform(0, max_seconds) if random_state.random() < 0.2 else 600
-        steps = steps_before + random_state.randint(1, STEPS // 5)
+        most = (STEPS - steps_before) // (kills + 1)  # so that all kills hit the run before it is complete
+        steps = steps_before + random_state.randint(1, max(1, most))
         while run.poll() is None and time.monotonic() - start < limit and count_logged_steps(folder) < steps:
             time.sleep(0.02)
         time.sleep(random_state.uniform(0, 0.5))

@@ -74,6 +74,7 @@ WITHOUT: dict[Trait, Case] = {
     Trait.TRACKER: Case(),
     Trait.WANDB: Case({"logging_dir": "logs"}),
     Trait.RATE: Case({"optimizer_type": "Adafactor"}),
+    Trait.SHARED_RATE: Case({"unet_lr": 1e-4, "network_train_unet_only": True}),
     Trait.SCHEDULE: Case({"optimizer_type": "AdamWScheduleFree"}),
     Trait.TRAINED_TEXT: Case({"network_train_unet_only": True}),
     Trait.TRAINED_DENOISER: Case({"network_train_text_encoder_only": True}),

@@ -30,6 +30,28 @@ from library.training.preflight import find_settings_problems, load_settings
         ("--optimizer_type AdamWScheduleFree --lr_scheduler cosine", {"lr_scheduler": ""}),
         ("--optimizer_type adafactor --learning_rate 1e-3", {"learning_rate": ""}),
         ("--optimizer_type adafactor --unet_lr 1e-3", {"unet_lr": ""}),
+        ("--network_train_unet_only --learning_rate 1e-3 --unet_lr 1e-5", {"learning_rate": "unet_lr is set"}),
+        ("--no-network_train_unet_only --learning_rate 1e-3 --unet_lr 1e-5", {}),
+        (
+            "--no-network_train_unet_only --learning_rate 1e-3 --unet_lr 1e-5 --text_encoder_lr 1e-6",
+            {"learning_rate": "unet_lr and text_encoder_lr are set"},
+        ),
+        ("--network_train_unet_only --learning_rate 1e-3 --unet_lr 1e-5 --lr_scheduler polynomial", {}),
+        ("--train full --learning_rate 1e-3 --unet_lr 1e-5", {"learning_rate": "unet_lr is set"}),
+        (
+            "--train full --train_text_encoder --learning_rate 1e-3 --unet_lr 1e-5 --learning_rate_te 1e-6",
+            {"learning_rate": "unet_lr and learning_rate_te are set"},
+        ),
+        ("--train full --train_text_encoder --learning_rate 1e-3 --unet_lr 1e-5 --learning_rate_te1 1e-6", {}),
+        (
+            "--train full --train_text_encoder --learning_rate 1e-3 --unet_lr 1e-5 --learning_rate_te1 1e-6"
+            " --learning_rate_te2 0",
+            {"learning_rate": "unet_lr, learning_rate_te1 and learning_rate_te2 are set"},
+        ),
+        (
+            f"--train full --learning_rate 1e-3 --block_lr {','.join(['1e-5'] * 23)}",
+            {"learning_rate": "block_lr is set"},
+        ),
         ("--no-network_train_unet_only --optimizer_type adafactor --text_encoder_lr 0", {"text_encoder_lr": ""}),
         ("--optimizer_type adafactor --lr_scheduler cosine", {"lr_scheduler": ""}),
         ("--network_train_unet_only --text_encoder_lr 1e-5", {"text_encoder_lr": "text encoders are not trained"}),
@@ -145,6 +167,8 @@ def test_a_setting_without_effect_is_named_and_set_back(flags, unused):
         ("flux", "--sample_sampler euler_a --sample_prompts pyproject.toml", {"sample_sampler"}),
         ("z_image", "--network_train_unet_only", {"network_train_unet_only"}),
         ("z_image", "--no-network_train_unet_only", set()),
+        ("z_image", "--learning_rate 1e-3 --unet_lr 1e-5", {"learning_rate"}),
+        ("sd1", "--no-network_train_unet_only --learning_rate 1e-3 --unet_lr 1e-5", set()),
         ("sd1", "--scale_v_pred_loss_like_noise_pred", {"scale_v_pred_loss_like_noise_pred"}),
         ("sd1", "--v_parameterization --v_pred_like_loss 1", {"v_pred_like_loss"}),
         ("sd1", "--clip_skip 2 --v_parameterization --min_snr_gamma 5", set()),
