@@ -23,6 +23,7 @@ from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video
 from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
 from diffusers.pipelines.ltx import pipeline_ltx_condition
 from diffusers.pipelines.ltx2 import pipeline_ltx2_image2video
+from diffusers.pipelines.prx import pipeline_prx
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from diffusers.pipelines.skyreels_v2 import pipeline_skyreels_v2
 from diffusers.pipelines.stable_diffusion import pipeline_stable_diffusion_inpaint
@@ -501,11 +502,11 @@ INPAINTING_PIPELINES = (
 def shrink_references(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the pipelines of editing models resize references to ``REFERENCE_AREA``, or to the size of the picture.
 
-    The pipelines of Wan and SkyReels V2 clean texts with ftfy, which changes none of the tests' and is not installed.
+    The pipelines of Wan, SkyReels V2 and PRX clean texts with ftfy, which changes none of the tests' and is not installed.
     """
     for module in INPAINTING_PIPELINES:  # which draw a sample of the latents that the mask leaves
         monkeypatch.setattr(module, "retrieve_latents", lambda encoded, **_: encoded.latent_dist.mode())
-    for module in (pipeline_wan, pipeline_wan_i2v, pipeline_skyreels_v2):
+    for module in (pipeline_wan, pipeline_wan_i2v, pipeline_skyreels_v2, pipeline_prx):
         monkeypatch.setattr(module, "ftfy", SimpleNamespace(fix_text=lambda text: text), raising=False)
     monkeypatch.setattr(pipeline_longcat_image_edit, "calculate_dimensions", lambda area, ratio: (WIDTH, HEIGHT))
     monkeypatch.setattr(
@@ -702,10 +703,10 @@ def ernie_image() -> TinyCase:
     )
 
 
-def drop_padding(arguments: dict[str, Any]) -> dict[str, Any]:
+def drop_padding(arguments: dict[str, Any], mask_name: str = "encoder_attention_mask") -> dict[str, Any]:
     """Leave out the text tokens that the mask excludes."""
-    names = {"encoder_hidden_states", "encoder_attention_mask"}
-    mask = arguments["encoder_attention_mask"].bool()
+    names = {"encoder_hidden_states", mask_name}
+    mask = arguments[mask_name].bool()
     texts = [row[each] for row, each in zip(arguments["encoder_hidden_states"], mask, strict=True)]
     return {"texts": texts, **{name: value for name, value in arguments.items() if name not in names}}
 
@@ -1246,6 +1247,25 @@ def pixart_sigma() -> TinyCase:
     )
 
 
+def prx() -> TinyCase:
+    texts, latents = _draw_tensors((13, 24), (4, HEIGHT // 8, WIDTH // 8))
+    mask, options = torch.tensor([[1] * 13, [1] * 7 + [0] * 6]).bool(), {"use_resolution_binning": False}
+    return TinyCase(
+        "prx",
+        _load("random:prx:tiny"),
+        build_batch(latents, {"embeds": [texts[0], texts[1, :7]]}),
+        {"prompt_embeds": texts, "prompt_attention_mask": mask, **options},
+        {},
+        _build_vae_encoder("FluxInpaintPipeline"),
+        "random:prx:tiny",
+        texts=options,
+        simplify_call=lambda arguments: drop_padding(arguments, "attention_mask"),
+        tolerances={"rtol": 1e-5, "atol": 1e-5},  # of one timestep for all rows in the pipeline
+        blocks=("PRXBlock",),
+        untrained=r"modulation\.lin$",
+    )
+
+
 def pixart_sigma_velocity() -> TinyCase:
     tiny = pixart_sigma()
     tiny.pipe.scheduler = diffusers.DDIMScheduler.from_config(
@@ -1541,6 +1561,7 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "kolors_velocity": kolors_velocity,
     "pixart_sigma": pixart_sigma,
     "pixart_sigma_velocity": pixart_sigma_velocity,
+    "prx": prx,
 }
 
 

@@ -55,6 +55,7 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "kolors": ".kolors:Kolors",
         "kandinsky5_image": ".kandinsky5_image:Kandinsky5Image",
         "pixart_sigma": ".pixart_sigma:PixArtSigma",
+        "prx": ".prx:PRX",
         "anima": ".anima:Anima",
         "hunyuan_image": ".hunyuan_image:HunyuanImage",
         "wan": ".wan:Wan",
