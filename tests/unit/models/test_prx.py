@@ -14,7 +14,7 @@ CAPTION = " A <person> with 2x4 apples, see https://example.com/a.jpg -- (Schl\u
 
 @pytest.fixture
 def pipe():
-    return FAMILIES.get("prx")().load("random:prx:tiny", torch.float32, ["text_encoder", "tokenizer"])
+    return FAMILIES.get("prx")().load("random:prx:tiny", torch.float32)
 
 
 def test_a_caption_is_cleaned_as_by_the_pipeline(pipe, monkeypatch):
@@ -22,10 +22,8 @@ def test_a_caption_is_cleaned_as_by_the_pipeline(pipe, monkeypatch):
     states, mask, *_ = pipe.encode_prompt([CAPTION], torch.device("cpu"), do_classifier_free_guidance=False)
     cleaned = pipe.text_preprocessor.clean_text(CAPTION)
     assert cleaned.startswith("a person with apples") and "#" not in cleaned
-    family = FAMILIES.get("prx")()
-    (ours,) = family.encode_prompts(pipe, [CAPTION])["embeds"]
+    (ours,) = FAMILIES.get("prx")().encode_prompts(pipe, [CAPTION])["embeds"]
     assert torch.equal(ours, states[0][mask[0]])
-    assert torch.equal(family.encode_prompts(pipe, [cleaned])["embeds"][0], ours)
 
 
 def test_the_text_encoder_may_have_the_configuration_of_the_whole_model(pipe, tmp_path):
