@@ -156,6 +156,8 @@ COUNTS = {
     ("cogview4", "vae"): 406_100_643,
     ("cogview4", "text_encoder"): 8_779_194_368,
     ("pixart_sigma", "transformer"): 610_856_096,
+    ("nucleus_image", "transformer"): 16_786_139_136,
+    ("nucleus_image", "text_encoder"): 8_767_123_696,
     ("prx", "transformer"): 1_170_691_648,
     ("prx", "text_encoder"): 2_614_341_888,
     ("prx_dc_ae", "transformer"): 1_170_576_928,

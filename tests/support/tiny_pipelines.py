@@ -1266,6 +1266,23 @@ def prx() -> TinyCase:
     )
 
 
+def nucleus_image() -> TinyCase:
+    tiny, (texts, latents) = qwen_image(), _draw_tensors((13, 16), (4, HEIGHT // 8, WIDTH // 8))
+    mask = tiny.call["prompt_embeds_mask"]
+    return replace(
+        tiny,
+        family="nucleus_image",
+        pipe=_load("random:nucleus_image:tiny"),
+        batch=build_batch(latents, {"embeds": [texts[0], texts[1, :7]]}),
+        call={"prompt_embeds": texts * mask.unsqueeze(2), "prompt_embeds_mask": mask},
+        source="random:nucleus_image:tiny",
+        scale="guidance_scale",
+        pack_prediction=lambda latents: _pack_patches(latents),
+        blocks=("NucleusMoEImageTransformerBlock",),
+        untrained=r"img_mod\.1$|encoder_proj$|img_mlp\.gate$",
+    )
+
+
 def pixart_sigma_velocity() -> TinyCase:
     tiny = pixart_sigma()
     tiny.pipe.scheduler = diffusers.DDIMScheduler.from_config(
@@ -1562,6 +1579,7 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "pixart_sigma": pixart_sigma,
     "pixart_sigma_velocity": pixart_sigma_velocity,
     "prx": prx,
+    "nucleus_image": nucleus_image,
 }
 
 

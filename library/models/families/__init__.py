@@ -56,6 +56,7 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "kandinsky5_image": ".kandinsky5_image:Kandinsky5Image",
         "pixart_sigma": ".pixart_sigma:PixArtSigma",
         "prx": ".prx:PRX",
+        "nucleus_image": ".nucleus_image:NucleusImage",
         "anima": ".anima:Anima",
         "hunyuan_image": ".hunyuan_image:HunyuanImage",
         "wan": ".wan:Wan",
