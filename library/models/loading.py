@@ -1,6 +1,5 @@
 """Load the components of a diffusers pipeline: from folders, the hub, single files, or with random weights."""
 
-import functools
 import importlib
 import json
 import logging
@@ -317,7 +316,6 @@ def import_model_class(library: str, name: str) -> Any:
     return getattr(getattr(pipelines, library), name)
 
 
-@functools.cache
 def _build_t5gemma_encoder_class() -> Any:
     """The encoder of T5Gemma with a configuration of its own, which may be inside of that of the whole model.
 

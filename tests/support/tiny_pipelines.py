@@ -1277,7 +1277,6 @@ def nucleus_image() -> TinyCase:
         call={"prompt_embeds": texts * mask.unsqueeze(2), "prompt_embeds_mask": mask},
         source="random:nucleus_image:tiny",
         scale="guidance_scale",
-        pack_prediction=lambda latents: _pack_patches(latents),
         blocks=("NucleusMoEImageTransformerBlock",),
         untrained=r"img_mod\.1$|encoder_proj$|img_mlp\.gate$",
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ...adapters.original_module_names import PEFT_LOADER_KEYS
@@ -44,9 +43,7 @@ def _match_prx(read: ConfigReader) -> FamilyMatch:
 
 FACTS = FamilyFacts(
     title="PRX",
-    pipeline=PipelineFacts(
-        class_name="PRXPipeline", num_parameters=1_170_691_648, hub_id="Photoroom/prx-512-t2i-sft"
-    ),
+    pipeline=PipelineFacts(class_name="PRXPipeline", num_parameters=1_170_691_648, hub_id="Photoroom/prx-512-t2i-sft"),
     detection=DetectionFacts(match_configs=_match_prx),
     lora=FamilyLora(
         # Every linear layer of the blocks but the modulation.
@@ -80,9 +77,9 @@ class PRX(Family):
         return BaseModelInfo("prx", "prx")
 
     def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
-        encoder, clean = pipe.text_encoder, _build_text_cleaner()
+        encoder = pipe.text_encoder
         tokens = pipe.tokenizer(
-            [clean(prompt) for prompt in prompts],
+            list(map(_build_text_cleaner(), prompts)),
             padding="max_length",
             max_length=pipe.tokenizer.model_max_length,
             truncation=True,
@@ -95,14 +92,14 @@ class PRX(Family):
     def encode_prompts_on_meta(self, pipe: Any, prompts: Sequence[str]) -> Cond:
         from .. import text_encoding
 
-        texts = [_build_text_cleaner()(prompt) for prompt in prompts]
+        texts = list(map(_build_text_cleaner(), prompts))
         width, max_length = pipe.transformer.config.context_in_dim, pipe.tokenizer.model_max_length
         return {"embeds": text_encoding.build_meta_text_embeds(pipe.tokenizer, texts, width, max_length)}
 
     def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
         from .. import text_encoding
 
-        texts = {_build_text_cleaner()(prompt): prompt for prompt in prompts}
+        texts = dict(zip(map(_build_text_cleaner(), prompts), prompts, strict=True))
         max_tokens = pipe.tokenizer.model_max_length - 1  # minus the start token
         found = text_encoding.find_truncated_prompts(pipe.tokenizer, list(texts), max_tokens)
         return [texts[text] for text in found]
@@ -135,7 +132,6 @@ class PRX(Family):
         )
 
 
-@cache
 def _build_text_cleaner() -> Callable[[str], str]:
     """diffusers' cleaning of captions without ftfy, which repairs wrong encodings in it and may not be installed."""
     from types import FunctionType, SimpleNamespace

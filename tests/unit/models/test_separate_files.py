@@ -15,7 +15,17 @@ from library.models.families import FAMILIES, FAMILY_FACTS
 __all__ = ["build_case"]  # a fixture
 FOLDERS_ONLY = (
     *("kolors", "wan22_ti2v", "skyreels_v2", "ltx_video", "ltx_video095", "ltx2"),
-    *("cogvideox", "cogvideox15", "mochi", "kandinsky5_video", "sana_video", "bria", "bria_fibo", "prx", "nucleus_image"),
+    *(
+        "cogvideox",
+        "cogvideox15",
+        "mochi",
+        "kandinsky5_video",
+        "sana_video",
+        "bria",
+        "bria_fibo",
+        "prx",
+        "nucleus_image",
+    ),
 )
 EXPERTS = ("wan22_t2v", "wan22_i2v")
 NAMES = [name for name in FAMILY_FACTS if name not in (*FOLDERS_ONLY, *EXPERTS)]
