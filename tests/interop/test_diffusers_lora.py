@@ -60,7 +60,7 @@ def test_diffusers_predicts_the_same_with_the_file_as_the_model_in_memory(name, 
         *("wan", "wan_i2v", "wan_flf2v", "wan22_ti2v", "skyreels_v2", "hunyuan_video15", "hunyuan_video15_i2v"),
         *("ltx_video", "ltx_video095", "ltx2"),
         *("sd1_inpainting", "sd2_inpainting", "sdxl_inpainting", "flux_fill", "flux_control"),
-        *("sd1_pix2pix", "sdxl_pix2pix", "sdxl_refiner", "bria", "bria_fibo", "nucleus_image"),
+        *("sd1_pix2pix", "sdxl_pix2pix", "sdxl_refiner", "bria", "bria_fibo", "bria_fibo_edit", "nucleus_image"),
         *("hunyuan_video", "cogvideox", "cogvideox15", "mochi", "kandinsky5_video", "sana_video"),
     ],
 )

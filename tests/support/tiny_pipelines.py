@@ -642,6 +642,28 @@ def bria_fibo() -> TinyCase:
     )
 
 
+def bria_fibo_edit() -> TinyCase:
+    pipe, tiny, texts = _load("random:bria_fibo_edit:tiny"), bria_fibo(), ["A caption that is longer.", "Blau"]
+    images = [draw_frame_image(0), draw_frame_image(1).resize((128, 80))]
+    references = []
+    for number, image in enumerate(images, 1):
+        packed, _ = pipe.prepare_reference_latents(image, 4, torch.float32, torch.device("cpu"), False, number)
+        size = (image.height // 16, image.width // 16)
+        references.append(packed.detach().transpose(1, 2).unflatten(2, size).expand(2, -1, -1, -1))
+    with torch.no_grad():
+        cond = FAMILIES.get("bria_fibo_edit")().encode_prompts(pipe, texts)
+    return replace(
+        tiny,
+        family="bria_fibo_edit",
+        pipe=pipe,
+        batch=replace(build_batch(tiny.batch.latents, cond), control_latents=tuple(references)),
+        call={"prompt": texts, "image": images},
+        sizes={"image": images},
+        source="random:bria_fibo_edit:tiny",
+        controls=tuple(images),
+    )
+
+
 def longcat_image() -> TinyCase:
     embeds, latents = _draw_tensors((9, 32), (16, HEIGHT // 8, WIDTH // 8))  # 16 channels are fixed in the pipeline
     return TinyCase(
@@ -704,10 +726,9 @@ def ernie_image() -> TinyCase:
 
 
 def drop_padding(arguments: dict[str, Any], mask_name: str = "encoder_attention_mask") -> dict[str, Any]:
-    """Leave out the text tokens that the mask excludes."""
-    names = {"encoder_hidden_states", mask_name}
-    mask = arguments[mask_name].bool()
-    texts = [row[each] for row, each in zip(arguments["encoder_hidden_states"], mask, strict=True)]
+    """Leave out the text tokens that the mask excludes; without one, none."""
+    names, states, mask = {"encoder_hidden_states", mask_name}, arguments["encoder_hidden_states"], arguments[mask_name]
+    texts = list(states) if mask is None else [row[each] for row, each in zip(states, mask.bool(), strict=True)]
     return {"texts": texts, **{name: value for name, value in arguments.items() if name not in names}}
 
 
@@ -1277,6 +1298,8 @@ def nucleus_image() -> TinyCase:
         call={"prompt_embeds": texts * mask.unsqueeze(2), "prompt_embeds_mask": mask},
         source="random:nucleus_image:tiny",
         scale="guidance_scale",
+        simplify_call=lambda arguments: drop_padding(arguments, "encoder_hidden_states_mask"),
+        tolerances={"rtol": 1e-5, "atol": 1e-5},  # of texts that the pipeline pads to a multiple of 8 tokens
         blocks=("NucleusMoEImageTransformerBlock",),
         untrained=r"img_mod\.1$|encoder_proj$|img_mlp\.gate$",
     )
@@ -1538,6 +1561,7 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "ovis_image": ovis_image,
     "bria": bria,
     "bria_fibo": bria_fibo,
+    "bria_fibo_edit": bria_fibo_edit,
     "longcat_image": longcat_image,
     "longcat_image_edit": longcat_image_edit,
     "ernie_image": ernie_image,

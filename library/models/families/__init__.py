@@ -44,6 +44,7 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "ovis_image": ".ovis_image:OvisImage",
         "bria": ".bria:Bria",
         "bria_fibo": ".bria_fibo:BriaFibo",
+        "bria_fibo_edit": ".bria_fibo_edit:BriaFiboEdit",
         "longcat_image": ".longcat_image:LongCatImage",
         "longcat_image_edit": ".longcat_image_edit:LongCatImageEdit",
         "ernie_image": ".ernie_image:ErnieImage",

@@ -1,4 +1,4 @@
-"""Nucleus-Image: attention to the image and to a text of Qwen3-VL, and experts that choose their tokens; flow matching."""
+"""Nucleus-Image: attention to image and text of Qwen3-VL, and experts that choose their tokens; flow matching."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _match_nucleus_image(read: ConfigReader) -> FamilyMatch:
 FACTS = FamilyFacts(
     title="Nucleus-Image",
     pipeline=PipelineFacts(
-        class_name="NucleusMoEImagePipeline", num_parameters=16_786_139_136, hub_id="NucleusAI/Nucleus-Image"
+        class_name="NucleusMoEImagePipeline", num_parameters=16_922_679_296, hub_id="NucleusAI/Nucleus-Image"
     ),
     detection=DetectionFacts(
         match_configs=_match_nucleus_image,

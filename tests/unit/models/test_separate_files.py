@@ -23,6 +23,7 @@ FOLDERS_ONLY = (
         "sana_video",
         "bria",
         "bria_fibo",
+        "bria_fibo_edit",
         "prx",
         "nucleus_image",
     ),
