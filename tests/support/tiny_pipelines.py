@@ -659,6 +659,7 @@ def bria_fibo_edit() -> TinyCase:
         batch=replace(build_batch(tiny.batch.latents, cond), control_latents=tuple(references)),
         call={"prompt": texts, "image": images},
         sizes={"image": images},
+        texts={"image": images},
         source="random:bria_fibo_edit:tiny",
         controls=tuple(images),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...adapters.original_module_names import TRANSFORMER_LOADER_KEYS
+from ...adapters.original_module_names import CONVERTED_BY_COMFYUI_KEYS
 from ...adapters.token_layout import OTHER_TOKENS, TokenLayout
 from ...registry import copy_class_name
 from ..base import BaseModelInfo, Family
@@ -51,7 +51,7 @@ FACTS = FamilyFacts(
     lora=FamilyLora(
         # The attention of all blocks.
         targets=JOINT_ATTENTION_LORA_TARGET_MODULES,
-        key_style=TRANSFORMER_LOADER_KEYS,
+        key_style=CONVERTED_BY_COMFYUI_KEYS,
         format="diffusers",
         modelspec_architecture="bria-fibo",
     ),
@@ -71,7 +71,7 @@ FACTS = FamilyFacts(
     ),
     sampling=SamplingFacts(num_inference_steps=50, guidance_scale=5.0),
     options=FamilyOptions(components={"vae": "vae", "text_encoder": "text_encoder"}),
-    notes="from folders and the hub; LoRA in diffusers: `transformer.load_lora_adapter`",
+    notes="from folders and the hub",
 )
 
 
