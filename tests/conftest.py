@@ -94,9 +94,13 @@ def _keep_daily_rows(config, items, days, day):
 
 
 def pytest_collection_finish():
-    """Leave what was imported out of garbage collection, which takes a sixth of the time of small tests."""
+    """Leave what was imported out of garbage collection, which takes a sixth of the time of small tests.
+
+    It also runs less often: on syntax trees of the whole package it takes 40 % of the time.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
 
 
 @pytest.hookimpl(wrapper=True)

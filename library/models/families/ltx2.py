@@ -16,6 +16,7 @@ from ...adapters.original_module_names import KeyStyle
 from ...dataset.clip_windows import FrameRule
 from ...diffusion.timestep_shift import DynamicShift
 from ..base import BaseModelInfo
+from ..clean_first_frame import CleanFirstFrame
 from ..facts import BlockFacts, FamilyMatch, FamilyOptions, PipelineFacts, SamplingFacts, TextFacts, TrainerNames
 from ..family_noise_levels import LOGIT_NORMAL, WEIGHTED, TrainingNoiseFacts
 from ..model_configs import CONNECTOR_TOKENS, ConfigReader, ModelError, get_downscale_factor, read_required
@@ -25,7 +26,7 @@ from .ltx_video import FRAME_STRIDE, OUTER_NAMES, LTXVideo, match_ltx_video, ren
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ...dataloader.batch import Batch, Cond, Moments
+    from ...dataloader.batch import Batch, Cond
     from ...dataloader.sample_prompts import Prompt
 
 FRAME_RATE = 24.0
@@ -271,28 +272,15 @@ IMAGE_FACTS = replace(
 )
 
 
-class LTX2FromImage(LTX2):
-    """The first frame of each clip is given; an image has no other frame and is trained as from text alone."""
+class LTX2FromImage(CleanFirstFrame, LTX2):
+    """The model with the first frame of each clip given."""
 
     facts = IMAGE_FACTS
 
-    def encode_frame_cond(self, pipe: Any, pixels: Tensor, moments: Moments) -> dict[str, Tensor]:
-        """The latents of the first frame, which do not depend on later frames."""
-        return {"first": moments.mean_and_std[:, 0, :, :1].clone()}  # which may be all of the moments of an image
-
-    def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
-        import torch
-
-        if noisy_latents.shape[2] == 1:
-            return super().predict(pipe, denoiser, noisy_latents, timesteps, batch)
-        num_frames, height, width = noisy_latents.shape[2:]
-        times = timesteps[:, None, None].expand(-1, num_frames, height * width).clone()
-        times[:, 0] = 0
-        latents = torch.cat([batch.frame_cond["first"].to(noisy_latents), noisy_latents[:, :, 1:]], dim=2)
-        return self.predict_tokens(pipe, denoiser, latents, timesteps, batch, token_times=times.flatten(1))
-
-    def select_trained_frames(self, loss: Tensor, batch: Batch) -> Tensor:
-        return loss[:, :, 1:] if loss.shape[2] > 1 else loss
+    def predict_with_token_times(
+        self, pipe: Any, denoiser: nn.Module, latents: Tensor, timesteps: Tensor, token_times: Tensor, *, batch: Batch
+    ) -> Tensor:
+        return self.predict_tokens(pipe, denoiser, latents, timesteps, batch, token_times=token_times)
 
     def adapt_sampling_pipeline(self, sampling_pipe: Any) -> Any:
         """Let the pipeline encode the first frame in the dtype of the VAE, which is not that of the texts."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...diffusion.timestep_shift import DynamicShift
 from ..base import BaseModelInfo, Family
+from ..clean_first_frame import CleanFirstFrame
 from ..facts import TrainerNames
 from ..family_noise_levels import LOGIT_NORMAL, TrainingNoiseFacts
 from .ltx_video import FACTS as LTX_FACTS
@@ -18,7 +19,7 @@ from .ltx_video import FRAME_RATE, FRAME_STRIDE, LTXVideo, match_ltx_video
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ...dataloader.batch import Batch, Moments
+    from ...dataloader.batch import Batch
 
 FACTS = replace(
     LTX_FACTS,
@@ -103,25 +104,12 @@ IMAGE_FACTS = replace(
 )
 
 
-class LTXVideo095FromImage(LTXVideo095):
-    """The first frame of each clip is given; an image has no other frame and is trained as from text alone."""
+class LTXVideo095FromImage(CleanFirstFrame, LTXVideo095):
+    """The model with the first frame of each clip given."""
 
     facts = IMAGE_FACTS
 
-    def encode_frame_cond(self, pipe: Any, pixels: Tensor, moments: Moments) -> dict[str, Tensor]:
-        """The latents of the first frame, which do not depend on later frames."""
-        return {"first": moments.mean_and_std[:, 0, :, :1].clone()}  # which may be all of the moments of an image
-
-    def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
-        import torch
-
-        if noisy_latents.shape[2] == 1:
-            return super().predict(pipe, denoiser, noisy_latents, timesteps, batch)
-        num_frames, height, width = noisy_latents.shape[2:]
-        times = timesteps[:, None, None].expand(-1, num_frames, height * width).clone()
-        times[:, 0] = 0
-        latents = torch.cat([batch.frame_cond["first"].to(noisy_latents), noisy_latents[:, :, 1:]], dim=2)
-        return self.predict_tokens(pipe, denoiser, latents, times.flatten(1), batch)
-
-    def select_trained_frames(self, loss: Tensor, batch: Batch) -> Tensor:
-        return loss[:, :, 1:] if loss.shape[2] > 1 else loss
+    def predict_with_token_times(
+        self, pipe: Any, denoiser: nn.Module, latents: Tensor, timesteps: Tensor, token_times: Tensor, *, batch: Batch
+    ) -> Tensor:
+        return self.predict_tokens(pipe, denoiser, latents, token_times, batch)

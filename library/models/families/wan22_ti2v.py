@@ -12,6 +12,7 @@ from ...config.network_args import GENERAL_NETWORK
 from ...dataset.clip_windows import FrameRule
 from ...diffusion.timestep_shift import FixedShift
 from ..base import BaseModelInfo
+from ..clean_first_frame import CleanFirstFrame
 from ..facts import DetectionFacts, FamilyMatch, PipelineFacts, SamplingFacts, SingleFileFacts, TrainerNames
 from ..family_noise_levels import WEIGHTED, TrainingNoiseFacts
 from ..model_configs import ConfigReader, read_required
@@ -22,7 +23,7 @@ from .wan import WAN_TEXT_TOKENS, Wan
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ...dataloader.batch import Batch, Moments
+    from ...dataloader.batch import Batch
 
 
 def _match_wan22_ti2v(read: ConfigReader) -> FamilyMatch | None:
@@ -91,34 +92,24 @@ IMAGE_FACTS = replace(
 )
 
 
-class WanTI2VFromImage(WanTI2V):
-    """The first frame of each clip is given; an image has no other frame and is trained as from text alone."""
+class WanTI2VFromImage(CleanFirstFrame, WanTI2V):
+    """The model with the first frame of each clip given."""
 
     facts = IMAGE_FACTS
 
-    def encode_frame_cond(self, pipe: Any, pixels: Tensor, moments: Moments) -> dict[str, Tensor]:
-        """The latents of the first frame, which do not depend on later frames."""
-        return {"first": moments.mean_and_std[:, 0, :, :1].clone()}  # which may be all of the moments of an image
+    def count_frame_tokens(self, pipe: Any, height: int, width: int) -> int:
+        _, *patch = pipe.transformer.config.patch_size
+        return (height // int(patch[0])) * (width // int(patch[1]))
 
-    def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
-        import torch
-
+    def predict_with_token_times(
+        self, pipe: Any, denoiser: nn.Module, latents: Tensor, timesteps: Tensor, token_times: Tensor, *, batch: Batch
+    ) -> Tensor:
         from ..text_encoding import pad_text_embeds
 
-        if noisy_latents.shape[2] == 1:
-            return super().predict(pipe, denoiser, noisy_latents, timesteps, batch)
-        num_frames, height, width = noisy_latents.shape[2:]
-        _, *patch = pipe.transformer.config.patch_size
-        tokens_per_frame = (height // patch[0]) * (width // patch[1])
-        times = timesteps[:, None, None].expand(-1, num_frames, tokens_per_frame).clone()
-        times[:, 0] = 0
         predicted: Tensor = denoiser(
-            hidden_states=torch.cat([batch.frame_cond["first"].to(noisy_latents), noisy_latents[:, :, 1:]], dim=2),
-            timestep=times.flatten(1),
+            hidden_states=latents,
+            timestep=token_times,
             encoder_hidden_states=pad_text_embeds(batch.cond["embeds"], WAN_TEXT_TOKENS)[0],
             return_dict=False,
         )[0]
         return predicted
-
-    def select_trained_frames(self, loss: Tensor, batch: Batch) -> Tensor:
-        return loss[:, :, 1:] if loss.shape[2] > 1 else loss

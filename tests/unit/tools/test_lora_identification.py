@@ -46,6 +46,7 @@ def save_lora(path, names, ends=("lora_down", "lora_up"), **metadata):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("metadata", [{}, QWEN_METADATA, {"modelspec.architecture": "qwen-image/lora"}])
 def test_attention_layers_of_qwen_image_are_not_taken_for_those_of_flux(metadata, models):
     """sd-scripts would write one fused layer for FLUX.1, so that the names alone tell."""

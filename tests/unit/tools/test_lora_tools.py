@@ -273,6 +273,7 @@ def test_a_resized_dora_keeps_its_magnitudes(folder, tmp_path):
         assert torch.equal(after[name].tensors["magnitude"], update.tensors["magnitude"])
 
 
+@pytest.mark.slow
 def test_every_problem_is_reported_at_once_and_nothing_is_written(folder, tmp_path, capsys):
     broken, out = tmp_path / "broken.safetensors", tmp_path / "out.safetensors"
     tensors = load_file(folder / "one.safetensors")
