@@ -147,8 +147,9 @@ class NucleusImage(Family):
         embeds, mask = pad_text_embeds(batch.cond["embeds"], batch.text_pad_multiple)
         # Padding to a multiple always passes a mask, even a full one, so that compiled graphs see one signature.
         is_unpadded = all(len(row) == embeds.shape[1] for row in batch.cond["embeds"])
+        tokens = pipe._pack_latents(noisy_latents, count, channels, height=height, width=width, patch_size=PATCH_SIZE)
         predicted = denoiser(
-            hidden_states=pipe._pack_latents(noisy_latents, count, channels, height, width, PATCH_SIZE),
+            hidden_states=tokens,
             timestep=timesteps / 1000,
             encoder_hidden_states=embeds,
             encoder_hidden_states_mask=None if is_unpadded and batch.text_pad_multiple == 1 else mask,
