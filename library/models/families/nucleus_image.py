@@ -181,7 +181,8 @@ def _build_experts_class() -> Any:
 
     class BatchedExperts(SwiGLUExperts):
         def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-            gate, up = (x.unflatten(0, (self.num_experts, -1)) @ self.gate_up_proj).chunk(2, dim=-1)
-            return ((silu(gate) * up) @ self.down_proj).flatten(0, 1)
+            gate, up = (x.view(self.num_experts, -1, x.shape[1]) @ self.gate_up_proj).chunk(2, dim=-1)
+            outputs: Tensor = (silu(gate) * up) @ self.down_proj
+            return outputs.flatten(0, 1)
 
     return BatchedExperts

@@ -140,5 +140,5 @@ def _build_text_cleaner() -> Callable[[str], str]:
 
     clean = TextPreprocessor.clean_text
     names = {**clean.__globals__, "ftfy": SimpleNamespace(fix_text=str)}
-    own, preprocessor = FunctionType(clean.__code__, names), TextPreprocessor()  # type: ignore[no-untyped-call]
+    own, preprocessor = FunctionType(clean.__code__, names), TextPreprocessor()
     return lambda text: str(own(preprocessor, text))
