@@ -99,6 +99,7 @@ RULES: Mapping[str, Mapping[str, TargetRule]] = {
         "lumina2": _match_part(r"(^|\.)(layers|noise_refiner|context_refiner)\."),
         "krea2": _match_original(r".*blocks.*"),
         "ltx2": _match_part("transformer_blocks"),
+        "nucleus_image": _match_part("transformer_blocks", r".*img_mlp\.(experts|gate).*"),
         "hidream": _match_part("double_stream_blocks|single_stream_blocks", r".*ff_i\.(experts|gate).*"),
         **_assign(_match_part("blocks"), "wan", "wan_i2v", "wan22_t2v", "wan22_i2v", "wan22_ti2v"),
     },
@@ -131,6 +132,7 @@ REASONS: Mapping[str, str] = {
     "kolors": "as Stable Diffusion XL in sd-scripts, whose UNet it has",
     "cogview4": "as in CogKit, the trainer of its authors",
     "hidream": "image and text alike; an expert would get a gradient only from the tokens that choose it",
+    "nucleus_image": "attention and feed-forward layers, without the modulation and the projections of the text",
     "ltx_video095": "as in diffusion-pipe",
     "ltx2": "without the stream of sound, which pictures alone do not train",
 }

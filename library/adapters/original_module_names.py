@@ -240,6 +240,13 @@ TRANSFORMER_LOADER_KEYS = replace(
     unread_in_diffusers={"comfy": "ignores the alphas of this layout"},
 )
 """``CONVERTED_BY_COMFYUI_KEYS`` for a pipeline without a LoRA loader in diffusers whose transformer has one."""
+PEFT_LOADER_KEYS = replace(
+    CONVERTED_BY_COMFYUI_KEYS,
+    unread_in_diffusers=dict.fromkeys(
+        ("kohya", "diffusers", "comfy"), "does not load LoRA of this transformer, which peft does"
+    ),
+)
+"""``CONVERTED_BY_COMFYUI_KEYS`` for a transformer that diffusers loads no LoRA for."""
 
 LDM_KEYS = KeyStyle("ldm", rename=map_to_ldm_names)
 """A UNet as in the original code of Stable Diffusion."""

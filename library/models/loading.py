@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from ..errors import FileError
 from ..problems import Problem
+from ..registry import copy_class_name
 from .checkpoint_inspection import ComponentSource
 from .detect import DetectedModel, detect_model, get_config_reader
 from .families import FAMILIES
@@ -351,12 +352,32 @@ def _read_component_config(separate: ComponentSource | None, component: str, rea
 
 def import_model_class(library: str, name: str) -> Any:
     """Import a class listed in model_index.json; only diffusers, its pipelines and transformers are trusted."""
+    if name == "T5GemmaEncoder":
+        return _build_t5gemma_encoder_class()
     if library in ("diffusers", "transformers"):
         return getattr(importlib.import_module(library), name)
     pipelines = importlib.import_module("diffusers.pipelines")
     if not library.isidentifier() or not hasattr(pipelines, library):
         raise ValueError(f"model_index.json lists {name} of {library}; only diffusers and transformers are supported")
     return getattr(getattr(pipelines, library), name)
+
+
+def _build_t5gemma_encoder_class() -> Any:
+    """The encoder of T5Gemma with a configuration of its own, which may be inside of that of the whole model.
+
+    transformers' (as of 5.23) reads only the latter, and diffusers' (0.42) only from a folder without others beside it.
+    """
+    from transformers import T5GemmaModuleConfig
+    from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder as Original
+
+    class EncoderConfig(T5GemmaModuleConfig):  # type: ignore[misc]
+        base_config_key = "encoder"
+
+    class T5GemmaEncoder(Original):  # type: ignore[misc]
+        config_class = EncoderConfig
+
+    copy_class_name(EncoderConfig, T5GemmaModuleConfig)
+    return copy_class_name(T5GemmaEncoder, Original)
 
 
 def _build_pipeline(pipeline_class: Any, index: JsonDict, loaded: dict[str, Any]) -> Any:

@@ -31,7 +31,9 @@ def build_empty_model(model_class: Any, config: Mapping[str, Any]) -> Any:
     with init_empty_weights(include_buffers=False), no_init_weights():  # initializing on meta takes most of the time
         if hasattr(model_class, "from_config"):  # a class of diffusers
             return model_class.from_config(dict(config)).eval()
-        model = model_class(model_class.config_class(**config)).eval()
+        # Folders of T5Gemma have the configuration of the encoder inside of that of the whole model.
+        own = config.get(getattr(model_class.config_class, "base_config_key", ""), config)
+        model = model_class(model_class.config_class(**own)).eval()
     model.tie_weights()  # init_empty_weights unties them
     return model
 

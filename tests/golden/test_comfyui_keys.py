@@ -25,7 +25,17 @@ from library.models.families import FAMILIES, FAMILY_FACTS
 KNOWN = json.loads((Path(__file__).resolve().parents[1] / "data" / "comfyui_keys.json").read_text())
 VIDEO_MODELS = {"wan"}
 """The models of videos whose names are in the table."""
-NOT_IN_COMFYUI = {"bria", "bria_fibo", "sana", "cogview4", "flux3", "qwen_image21"}
+NOT_IN_COMFYUI = {
+    "bria",
+    "bria_fibo",
+    "bria_fibo_edit",
+    "sana",
+    "cogview4",
+    "flux3",
+    "qwen_image21",
+    "prx",
+    "nucleus_image",
+}
 
 
 @cache

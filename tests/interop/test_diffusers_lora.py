@@ -60,7 +60,7 @@ def test_diffusers_predicts_the_same_with_the_file_as_the_model_in_memory(name, 
         *("wan", "wan_i2v", "wan_flf2v", "wan22_ti2v", "skyreels_v2", "hunyuan_video15", "hunyuan_video15_i2v"),
         *("ltx_video", "ltx_video095", "ltx2"),
         *("sd1_inpainting", "sd2_inpainting", "sdxl_inpainting", "flux_fill", "flux_control"),
-        *("sd1_pix2pix", "sdxl_pix2pix", "sdxl_refiner", "bria", "bria_fibo"),
+        *("sd1_pix2pix", "sdxl_pix2pix", "sdxl_refiner", "bria", "bria_fibo", "bria_fibo_edit", "nucleus_image"),
         *("hunyuan_video", "cogvideox", "cogvideox15", "mochi", "kandinsky5_video", "sana_video"),
     ],
 )
@@ -73,16 +73,22 @@ def test_diffusers_loads_every_key_of_the_file_of_a_run(name, tmp_path):
     assert len(file.tensors) == 2 * len(case.adapter.modules)
 
 
-def test_peft_loads_the_file_of_pixart_into_the_transformer_of_diffusers(tmp_path):
-    case = client_cases.build_trained_case("pixart_sigma", "LoRA")
+@pytest.mark.parametrize(
+    "name, layers",
+    [
+        ("pixart_sigma", ["to_q", "to_k", "to_v", "to_out.0"]),
+        ("prx", ["img_qkv_proj", "txt_kv_proj", "to_out.0", "gate_proj", "up_proj", "down_proj"]),
+    ],
+)
+def test_peft_loads_a_file_into_a_transformer_that_diffusers_loads_none_for(name, layers, tmp_path):
+    case = client_cases.build_trained_case(name, "LoRA")
     file = client_cases.write_file(case, tmp_path / "lora.safetensors")
     state = {name.removeprefix("transformer."): tensor for name, tensor in file.tensors.items()}
-    pipe = client_cases.load_tiny_pipeline("pixart_sigma")
-    layers = ["to_q", "to_k", "to_v", "to_out.0"]
+    pipe = client_cases.load_tiny_pipeline(name)
     peft.inject_adapter_in_model(peft.LoraConfig(r=4, lora_alpha=4, target_modules=layers), pipe.transformer)
     loaded = peft.set_peft_model_state_dict(pipe.transformer, state)
     assert loaded.unexpected_keys == []
-    assert client_cases.measure_errors(case, client_cases.compute_outputs("pixart_sigma", pipe))["denoiser"] < 1e-4
+    assert client_cases.measure_errors(case, client_cases.compute_outputs(name, pipe))["denoiser"] < 1e-4
 
 
 VERSIONS = {

@@ -23,6 +23,7 @@ from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video
 from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
 from diffusers.pipelines.ltx import pipeline_ltx_condition
 from diffusers.pipelines.ltx2 import pipeline_ltx2_image2video
+from diffusers.pipelines.prx import pipeline_prx
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from diffusers.pipelines.skyreels_v2 import pipeline_skyreels_v2
 from diffusers.pipelines.stable_diffusion import pipeline_stable_diffusion_inpaint
@@ -501,11 +502,11 @@ INPAINTING_PIPELINES = (
 def shrink_references(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the pipelines of editing models resize references to ``REFERENCE_AREA``, or to the size of the picture.
 
-    The pipelines of Wan and SkyReels V2 clean texts with ftfy, which changes none of the tests' and is not installed.
+    The pipelines of Wan, SkyReels V2 and PRX clean texts with ftfy, which changes none of the tests' and is not installed.
     """
     for module in INPAINTING_PIPELINES:  # which draw a sample of the latents that the mask leaves
         monkeypatch.setattr(module, "retrieve_latents", lambda encoded, **_: encoded.latent_dist.mode())
-    for module in (pipeline_wan, pipeline_wan_i2v, pipeline_skyreels_v2):
+    for module in (pipeline_wan, pipeline_wan_i2v, pipeline_skyreels_v2, pipeline_prx):
         monkeypatch.setattr(module, "ftfy", SimpleNamespace(fix_text=lambda text: text), raising=False)
     monkeypatch.setattr(pipeline_longcat_image_edit, "calculate_dimensions", lambda area, ratio: (WIDTH, HEIGHT))
     monkeypatch.setattr(
@@ -641,6 +642,29 @@ def bria_fibo() -> TinyCase:
     )
 
 
+def bria_fibo_edit() -> TinyCase:
+    pipe, tiny, texts = _load("random:bria_fibo_edit:tiny"), bria_fibo(), ["A caption that is longer.", "Blau"]
+    images = [draw_frame_image(0), draw_frame_image(1).resize((128, 80))]
+    references = []
+    for number, image in enumerate(images, 1):
+        packed, _ = pipe.prepare_reference_latents(image, 4, torch.float32, torch.device("cpu"), False, number)
+        size = (image.height // 16, image.width // 16)
+        references.append(packed.detach().transpose(1, 2).unflatten(2, size).expand(2, -1, -1, -1))
+    with torch.no_grad():
+        cond = FAMILIES.get("bria_fibo_edit")().encode_prompts(pipe, texts)
+    return replace(
+        tiny,
+        family="bria_fibo_edit",
+        pipe=pipe,
+        batch=replace(build_batch(tiny.batch.latents, cond), control_latents=tuple(references)),
+        call={"prompt": texts, "image": images},
+        sizes={"image": images},
+        texts={"image": images},
+        source="random:bria_fibo_edit:tiny",
+        controls=tuple(images),
+    )
+
+
 def longcat_image() -> TinyCase:
     embeds, latents = _draw_tensors((9, 32), (16, HEIGHT // 8, WIDTH // 8))  # 16 channels are fixed in the pipeline
     return TinyCase(
@@ -702,11 +726,10 @@ def ernie_image() -> TinyCase:
     )
 
 
-def drop_padding(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Leave out the text tokens that the mask excludes."""
-    names = {"encoder_hidden_states", "encoder_attention_mask"}
-    mask = arguments["encoder_attention_mask"].bool()
-    texts = [row[each] for row, each in zip(arguments["encoder_hidden_states"], mask, strict=True)]
+def drop_padding(arguments: dict[str, Any], mask_name: str = "encoder_attention_mask") -> dict[str, Any]:
+    """Leave out the text tokens that the mask excludes; without one, none."""
+    names, states, mask = {"encoder_hidden_states", mask_name}, arguments["encoder_hidden_states"], arguments[mask_name]
+    texts = list(states) if mask is None else [row[each] for row, each in zip(states, mask.bool(), strict=True)]
     return {"texts": texts, **{name: value for name, value in arguments.items() if name not in names}}
 
 
@@ -1246,6 +1269,43 @@ def pixart_sigma() -> TinyCase:
     )
 
 
+def prx() -> TinyCase:
+    texts, latents = _draw_tensors((13, 24), (4, HEIGHT // 8, WIDTH // 8))
+    mask, options = torch.tensor([[1] * 13, [1] * 7 + [0] * 6]).bool(), {"use_resolution_binning": False}
+    return TinyCase(
+        "prx",
+        _load("random:prx:tiny"),
+        build_batch(latents, {"embeds": [texts[0], texts[1, :7]]}),
+        {"prompt_embeds": texts, "prompt_attention_mask": mask, **options},
+        {},
+        _build_vae_encoder("FluxInpaintPipeline"),
+        "random:prx:tiny",
+        texts=options,
+        simplify_call=lambda arguments: drop_padding(arguments, "attention_mask"),
+        tolerances={"rtol": 1e-5, "atol": 1e-5},  # of one timestep for all rows in the pipeline
+        blocks=("PRXBlock",),
+        untrained=r"modulation\.lin$",
+    )
+
+
+def nucleus_image() -> TinyCase:
+    tiny, (texts, latents) = qwen_image(), _draw_tensors((13, 16), (4, HEIGHT // 8, WIDTH // 8))
+    mask = tiny.call["prompt_embeds_mask"]
+    return replace(
+        tiny,
+        family="nucleus_image",
+        pipe=_load("random:nucleus_image:tiny"),
+        batch=build_batch(latents, {"embeds": [texts[0], texts[1, :7]]}),
+        call={"prompt_embeds": texts * mask.unsqueeze(2), "prompt_embeds_mask": mask},
+        source="random:nucleus_image:tiny",
+        scale="guidance_scale",
+        simplify_call=lambda arguments: drop_padding(arguments, "encoder_hidden_states_mask"),
+        tolerances={"rtol": 1e-5, "atol": 1e-5},  # of texts that the pipeline pads to a multiple of 8 tokens
+        blocks=("NucleusMoEImageTransformerBlock",),
+        untrained=r"img_mod\.1$|encoder_proj$|img_mlp\.gate$",
+    )
+
+
 def pixart_sigma_velocity() -> TinyCase:
     tiny = pixart_sigma()
     tiny.pipe.scheduler = diffusers.DDIMScheduler.from_config(
@@ -1502,6 +1562,7 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "ovis_image": ovis_image,
     "bria": bria,
     "bria_fibo": bria_fibo,
+    "bria_fibo_edit": bria_fibo_edit,
     "longcat_image": longcat_image,
     "longcat_image_edit": longcat_image_edit,
     "ernie_image": ernie_image,
@@ -1541,6 +1602,8 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "kolors_velocity": kolors_velocity,
     "pixart_sigma": pixart_sigma,
     "pixart_sigma_velocity": pixart_sigma_velocity,
+    "prx": prx,
+    "nucleus_image": nucleus_image,
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...adapters.original_module_names import TRANSFORMER_LOADER_KEYS
+from ...adapters.original_module_names import CONVERTED_BY_COMFYUI_KEYS
 from ...adapters.token_layout import OTHER_TOKENS, TokenLayout
 from ...registry import copy_class_name
 from ..base import BaseModelInfo, Family
@@ -51,7 +51,7 @@ FACTS = FamilyFacts(
     lora=FamilyLora(
         # The attention of all blocks.
         targets=JOINT_ATTENTION_LORA_TARGET_MODULES,
-        key_style=TRANSFORMER_LOADER_KEYS,
+        key_style=CONVERTED_BY_COMFYUI_KEYS,
         format="diffusers",
         modelspec_architecture="bria-fibo",
     ),
@@ -71,7 +71,7 @@ FACTS = FamilyFacts(
     ),
     sampling=SamplingFacts(num_inference_steps=50, guidance_scale=5.0),
     options=FamilyOptions(components={"vae": "vae", "text_encoder": "text_encoder"}),
-    notes="from folders and the hub; LoRA in diffusers: `transformer.load_lora_adapter`",
+    notes="from folders and the hub",
 )
 
 
@@ -79,7 +79,9 @@ class BriaFibo(Family):
     facts = FACTS
 
     def get_pipeline_class(self) -> Any:
-        return _build_pipeline_class()
+        from diffusers import BriaFiboPipeline
+
+        return build_encoded_pipeline_class(BriaFiboPipeline)
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         return BaseModelInfo("bria_fibo", "bria-fibo")
@@ -126,12 +128,15 @@ class BriaFibo(Family):
         from ..constant_copies import copy_constant
         from ..text_encoding import pad_text_embeds
 
-        count, channels, height, width = noisy_latents.shape
+        count, _, height, width = noisy_latents.shape
         states, mask = pad_text_embeds(batch.cond["embeds"], batch.text_pad_multiple)
         layers = _split_layers(pipe.transformer.config, states)
-        tokens = pipe._pack_latents_no_patch(noisy_latents, count, channels, height, width)
+        images = [noisy_latents, *(latents.to(noisy_latents.dtype) for latents in batch.control_latents)]
+        tokens = torch.cat([pipe._pack_latents_no_patch(each, *each.shape) for each in images], dim=1)
         # Built on the CPU and copied asynchronously: the pipeline's own copies would synchronize.
-        img_ids = pipe._prepare_latent_image_ids(count, height, width, None, noisy_latents.dtype)
+        grids = [pipe._prepare_latent_image_ids(count, *each.shape[2:], None, noisy_latents.dtype) for each in images]
+        for number, grid in enumerate(grids):
+            grid[..., 0] = number
         is_unpadded = all(len(row) == states.shape[1] for row in batch.cond["embeds"])
         joint = torch.cat([mask, mask.new_ones(count, tokens.shape[1])], dim=1).bool()[:, None, None]
         predicted = denoiser(
@@ -140,10 +145,10 @@ class BriaFibo(Family):
             encoder_hidden_states=_join_last_layers(layers),
             text_encoder_layers=_assign_layers(pipe.transformer.config, layers),
             txt_ids=noisy_latents.new_zeros(states.shape[1], 3),
-            img_ids=copy_constant(img_ids, noisy_latents.device),
+            img_ids=copy_constant(torch.cat(grids), noisy_latents.device),
             joint_attention_kwargs={} if is_unpadded else {"attention_mask": joint},
             return_dict=False,
-        )[0]
+        )[0][:, : height * width]
         unpacked: Tensor = pipe._unpack_latents_no_patch(predicted, height, width, 1)
         return unpacked
 
@@ -181,14 +186,11 @@ def _assign_layers(config: Any, layers: list[Tensor]) -> list[Tensor]:
     return [*layers, *[layers[-1]] * (num_blocks - len(layers))][-num_blocks:]
 
 
-def _build_pipeline_class() -> Any:
+def build_encoded_pipeline_class(pipeline: Any) -> Any:
     """diffusers' pipeline, which as of 0.42 takes no encoded texts, with such: ``encoded``, of prompt and negative."""
     import torch
-    from diffusers import BriaFiboPipeline
 
     from ..text_encoding import pad_text_embeds
-
-    pipeline: Any = BriaFiboPipeline
 
     class EncodedPipeline(pipeline):  # type: ignore[misc]
         encoded: tuple[Tensor, Tensor] | None = None

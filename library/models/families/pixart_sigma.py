@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ...adapters.original_module_names import CONVERTED_BY_COMFYUI_KEYS, OriginalModule
+from ...adapters.original_module_names import PEFT_LOADER_KEYS, OriginalModule
 from ..base import BaseModelInfo, Family
 from ..facts import (
     BlockFacts,
@@ -76,13 +75,6 @@ PIXART_LAYOUT = (
 )
 """The modules of the original transformer."""
 
-PIXART_KEYS = replace(
-    CONVERTED_BY_COMFYUI_KEYS,
-    unread_in_diffusers=dict.fromkeys(
-        ("kohya", "diffusers", "comfy"), "does not load LoRA of this transformer, which peft does"
-    ),
-)
-
 
 FACTS = FamilyFacts(
     title="PixArt-Sigma",
@@ -126,7 +118,7 @@ FACTS = FamilyFacts(
         # The attention to the image and to the text.
         targets=("to_q", "to_k", "to_v", "to_out.0"),
         targets_of="SimpleTuner",
-        key_style=PIXART_KEYS,
+        key_style=PEFT_LOADER_KEYS,
         format="diffusers",
         modelspec_architecture="pixart-sigma",
     ),

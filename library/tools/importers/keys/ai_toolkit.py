@@ -28,6 +28,7 @@ MORE_LAYERS: Mapping[str, str] = {
     "cogview4": "the feed-forward and modulation layers",
     "z_image": "adaLN_modulation.0",
     "pixart_sigma": "the feed-forward layers, and those outside of the blocks",
+    "nucleus_image": "encoder_proj and img_mod.1",
     "hidream": "the feed-forward, expert and modulation layers, and those outside of the blocks",
 }
 """Layers that it trains, too, and that get no adapter here."""
