@@ -142,6 +142,16 @@ class JobQueue:
                 self.jobs.remove(job)
                 self._save()
 
+    def forget_run(self, folder: Path, name: str) -> None:
+        """Take a run that is deleted off the list; raise ``UserError`` if it waits or runs."""
+        with self._lock:
+            own = [job for job in self.jobs if (Path(job.folder), job.name) == (folder, name)]
+            if any(job.is_active for job in own):
+                raise UserError(report_file(name, "is in the queue or running", "stop it first"))
+            if own:
+                self.jobs = [job for job in self.jobs if job not in own]
+                self._save()
+
     def _watch(self) -> None:
         """Keep a thread while there is something to start or to wait for."""
         is_watched = self._thread is not None and self._thread.is_alive()

@@ -19,6 +19,7 @@ from ..report.page import (
     format_report_page,
 )
 from .job_pages import list_queue
+from .run_edit_pages import list_deleted
 from .run_previews import export_compared_previews, export_previews
 from .runs import Run, RunOverview, RunReader, compare_settings
 from .workbench import JSONAnswer, get_workbench, render_page
@@ -30,6 +31,7 @@ def show_runs(request: Request) -> Response:
     runs = _get_reader(request).list_overviews()
     folders = [str(folder) for folder in get_workbench(request).folders.folders]
     values = {"title": "Runs", "runs": runs, "folders": folders, "jobs": list_queue(request)}
+    values["deleted"] = list_deleted(request)
     return render_page(request, "runs.html", values)
 
 
