@@ -64,12 +64,15 @@ def send_charts(request: Request) -> Response:
     run = reader.get_run(key)
     table, is_complete = reader.read_table(run)
     overview, summary = reader.describe(key, run), reader.read_summary(run)
+    job = get_workbench(request).queue.find_job(run.folder, run.name)
     return JSONAnswer(
         {
             "is_complete": is_complete,
             "read": table.offset / max(table.size, 1),
             "status": overview.status,
             "state": _describe_state(request, run, overview),
+            "seconds_left": overview.seconds_left,
+            "watt_hours": job.watt_hours if job is not None else None,
             "facts": describe_progress(summary or _build_unknown_summary(run), table) if table.num_lines else "",
             "curves": _export_charts(build_curves(table)),
             "validation": _export_charts(build_validation_charts(table)),

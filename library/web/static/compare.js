@@ -37,7 +37,7 @@
   function drawCell(row, number, key, name) {
     if (!row.images[key]) return make("td", { className: "soft small", textContent: "–" });
     const image = make("img", { src: row.images[key], alt: `${row.prompt}, ${name}, ${row.labels[key]}`, loading: "lazy" });
-    const button = make("button", { className: "picture", title: "Compare at full size" }, image);
+    const button = make("button", { className: "picture", title: tr("Compare at full size") }, image);
     button.dataset.picture = `${number} ${key}`;
     button.addEventListener("click", () => Viewer.show(number, key));
     return make("td", {}, button, make("div", { className: "soft small", textContent: row.labels[key] }));

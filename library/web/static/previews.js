@@ -28,7 +28,7 @@ const Previews = (() => {
   function draw() {
     const holder = byId("previews");
     if (!data.rows.length) {
-      holder.replaceChildren(make("p", { className: "empty", textContent: "No previews yet. They need sample_prompts." }));
+      holder.replaceChildren(make("p", { className: "empty", textContent: tr("No previews yet. They need sample_prompts.") }));
       return;
     }
     const columns = chooseColumns(), focused = document.activeElement?.dataset?.picture;
@@ -38,7 +38,7 @@ const Previews = (() => {
       ...columns.map((column) => {
         if (!row.images[column.id]) return make("td");
         const image = make("img", { src: row.images[column.id], alt: `${row.prompt}, ${column.label}`, loading: "lazy" });
-        const button = make("button", { className: "picture", title: "Compare at full size" }, image);
+        const button = make("button", { className: "picture", title: tr("Compare at full size") }, image);
         button.dataset.picture = `${rowNumber} ${column.id}`;
         button.addEventListener("click", () => Viewer.show(rowNumber, column.id));
         return make("td", {}, button);

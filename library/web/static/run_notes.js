@@ -8,11 +8,11 @@
     try {
       await ask("/api/runs/notes", { run, note: note.value });
       saved = note.value;
-      state.textContent = "saved";
+      state.textContent = tr("saved");
     } catch (error) { state.textContent = listProblems(error).join("\n"); }
   }
   byId("save-note").addEventListener("click", save);
-  note.addEventListener("input", () => { state.textContent = note.value === saved ? "" : "not saved yet"; });
+  note.addEventListener("input", () => { state.textContent = note.value === saved ? "" : tr("not saved yet"); });
   note.addEventListener("keydown", (event) => { if (event.key === "Enter" && event.ctrlKey) save(); });
   addEventListener("beforeunload", (event) => { if (note.value !== saved) event.preventDefault(); });
 

@@ -14,7 +14,7 @@
     }
     compare.disabled = chosen.size < 2;
     byId("delete").disabled = !chosen.size;
-    compare.textContent = chosen.size ? `Compare ${chosen.size}` : "Compare";
+    compare.textContent = chosen.size ? tr("Compare {0}", chosen.size) : tr("Compare");
   }
 
   rows.addEventListener("change", (event) => {
@@ -60,13 +60,13 @@
     change(async () => {
       await ask("/api/runs/delete", { runs: keys });
       byId("deleted-part").open = true;
-    }, `Deleted: ${names}. Put back brings the files back.`);
+    }, tr("Deleted: {0}. Put back brings the files back.", names));
   });
   byId("deleted").addEventListener("click", (event) => {
     const button = event.target.closest("button"), entry = button?.closest("tr").dataset.entry;
     if (!entry) return;
-    if ("restore" in button.dataset) change(() => ask("/api/deleted/restore", { entry }), "The files are back.");
-    else if (confirm("Delete these files for good?")) change(() => ask("/api/deleted/remove", { entry }), "");
+    if ("restore" in button.dataset) change(() => ask("/api/deleted/restore", { entry }), tr("The files are back."));
+    else if (confirm(tr("Delete these files for good?"))) change(() => ask("/api/deleted/remove", { entry }), "");
   });
 
   poll(async () => {
