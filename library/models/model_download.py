@@ -139,7 +139,7 @@ def _fetch_all(url: str, part: Path, file: HubFile, report: Callable[[int], obje
             if error.errno is not None:  # a full disk is no network
                 raise
         except Exception as error:
-            if type(error).__module__.partition(".")[0] not in ("httpx", "httpcore") or _is_refused(error):
+            if not _is_cut(error):
                 raise
         failures = 0 if _get_size(part) > start else failures + 1
         if failures >= MAX_ATTEMPTS:
@@ -160,15 +160,16 @@ def _iter_chunks(url: str, start: int) -> Iterator[bytes]:
     with get_session().stream("GET", url, headers=headers, follow_redirects=True) as answer:
         answer.raise_for_status()
         to_skip = 0 if answer.status_code == 206 else start
-        for chunk in answer.iter_bytes(CHUNK_BYTES):
+        for chunk in answer.iter_bytes():
             rest = chunk[to_skip:]
             to_skip = max(0, to_skip - len(chunk))
             if rest:
                 yield rest
 
 
-def _is_refused(error: Exception) -> bool:
-    return type(error).__name__ == "HTTPStatusError"
+def _is_cut(error: Exception) -> bool:
+    """Whether the connection failed, and not the request: huggingface_hub uses httpx or httpx2 by its version."""
+    return any(base.__name__ == "TransportError" for base in type(error).__mro__)
 
 
 def _get_size(path: Path) -> int:

@@ -30,7 +30,6 @@ def allow_hub(patch: pytest.MonkeyPatch, hub: ModelHub, cache: Path) -> None:
     patch.setenv("HF_ENDPOINT", hub.endpoint)
     patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
-    patch.setattr("huggingface_hub.constants.ENDPOINT", hub.endpoint)
     patch.setattr("library.models.model_download.WAIT_SECONDS", 0.01)
 
 
