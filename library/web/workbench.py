@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
@@ -30,9 +30,6 @@ from .run_form import FormChecker
 from .runs import RunReader
 from .undo_log import UndoLog
 
-if TYPE_CHECKING:
-    from jinja2 import Environment
-
 SECTIONS = (
     ("train", "Train"),
     ("runs", "Runs"),
@@ -51,7 +48,7 @@ class Workbench:
     sessions: Sessions
 
     def __post_init__(self) -> None:
-        self.templates: dict[str, Environment] = {}
+        self.templates: dict[str, Any] = {}
         self.script_texts: dict[str, Mapping[str, str]] = {}
         self.runs = RunReader(self.folders)
         self.pictures = PictureShelf(self.folders)
@@ -63,7 +60,7 @@ class Workbench:
         self.projects = ProjectShelf(self.folders)
         self.checks: dict[Path, PictureCheck] = {}
 
-    def get_templates(self, language: str) -> "Environment":
+    def get_templates(self, language: str) -> Any:
         """Return the templates of a language, and remember the texts of its scripts."""
         if language not in self.templates:
             catalogue = read_catalogue(language)

@@ -8,12 +8,9 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ...report.rendering import build_environment
-
-if TYPE_CHECKING:
-    from jinja2 import Environment
 
 LANGUAGES: Mapping[str, str] = {"en": "English", "ko": "한국어", "ja": "日本語", "zh": "中文"}
 """The languages, each by its own name."""
@@ -107,24 +104,10 @@ def iter_script_texts(source: str) -> Iterator[str]:
         yield json.loads(f'"{found[1]}"')
 
 
-def build_translated_environment(language: str) -> "Environment":
+def build_translated_environment(language: str) -> Any:
     """Build the templates of the page in a language."""
-    from jinja2 import BaseLoader
-
-    environment, catalogue = build_environment("library.web"), read_catalogue(language)
-    inner = environment.loader
-    assert inner is not None
-
-    class TranslatedLoader(BaseLoader):
-        """Translates templates as they are read."""
-
-        def get_source(
-            self, environment: "Environment", template: str
-        ) -> "tuple[str, str | None, Callable[[], bool] | None]":
-            source, name, is_fresh = inner.get_source(environment, template)
-            return translate_template(source, catalogue), name, is_fresh
-
-    environment.loader = TranslatedLoader()
+    catalogue = read_catalogue(language)
+    environment = build_environment("library.web", change_source=lambda source: translate_template(source, catalogue))
     environment.filters["tr"] = lambda text: catalogue.get(str(text), str(text))
     return environment
 
