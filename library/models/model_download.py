@@ -112,7 +112,7 @@ def _download_file(repo_id: str, revision: str, file: HubFile, report: Callable[
 
 def fetch_resumable(url: str, target: Path, file: HubFile, report: Callable[[int], object]) -> None:
     """Fetch a file to ``target``, whose name is its checksum; go on after what an earlier attempt has written."""
-    from huggingface_hub.utils import WeakFileLock
+    from huggingface_hub.utils._fixes import WeakFileLock
 
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + PART_END)
@@ -152,7 +152,7 @@ def _fetch_all(url: str, part: Path, file: HubFile, report: Callable[[int], obje
 def _iter_chunks(url: str, start: int) -> Iterator[bytes]:
     """Iterate over the bytes from ``start`` on, also where a server always begins at the first."""
     from huggingface_hub import get_session
-    from huggingface_hub.utils import build_hf_headers
+    from huggingface_hub.utils._headers import build_hf_headers
 
     headers = {**build_hf_headers(), "Range": f"bytes={start}-", "Accept-Encoding": "identity"}
     if not url.startswith(os.environ.get("HF_ENDPOINT") or "https://huggingface.co"):

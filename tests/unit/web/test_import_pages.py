@@ -16,7 +16,12 @@ def drop(page, *files: Path):
 
 
 @pytest.mark.parametrize(
-    "names", ["kohya_sdxl.json", "ai_toolkit_flux.yaml", "onetrainer_sdxl.json onetrainer_concepts.json"]
+    "names",
+    [
+        "kohya_sdxl.json",
+        "ai_toolkit_flux.yaml",
+        "onetrainer_sdxl.json onetrainer_concepts.json onetrainer_samples.json",
+    ],
 )
 def test_a_dropped_file_becomes_what_the_command_writes(tmp_path, names, monkeypatch):
     monkeypatch.chdir(tmp_path)
