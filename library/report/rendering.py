@@ -1,5 +1,6 @@
 """Templates, style and charts that the report of a run and the web page share."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,9 +18,12 @@ uPlot 1.6.32 is vendored; its license is beside it.
 """
 
 
-def build_environment(*packages: str) -> "Environment":
-    """Build the templates of this package, and of ``packages`` above it; everything is escaped."""
-    from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+def build_environment(*packages: str, change_source: Callable[[str], str] | None = None) -> "Environment":
+    """Build the templates of this package, and of ``packages`` above it; everything is escaped.
+
+    ``change_source`` changes the source of each template as it is read, such as into another language.
+    """
+    from jinja2 import ChoiceLoader, Environment, FunctionLoader, PackageLoader, StrictUndefined
 
     environment = Environment(
         loader=ChoiceLoader([PackageLoader(name) for name in (*packages, "library.report")]),
@@ -28,6 +32,15 @@ def build_environment(*packages: str) -> "Environment":
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    if change_source is not None:
+        files, change = environment.loader, change_source
+
+        def load_changed(name: str) -> tuple[str, str | None, Callable[[], bool] | None]:
+            assert files is not None
+            source, path, is_fresh = files.get_source(environment, name)
+            return change(source), path, is_fresh
+
+        environment.loader = FunctionLoader(load_changed)
     environment.filters["number"] = format_number
     environment.filters["duration"] = format_duration
     environment.filters["bytes"] = format_size

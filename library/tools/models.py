@@ -1,6 +1,7 @@
 """``python -m library models``: every model family, its size, and how it can be trained; the checks of a user's own."""
 
 import json
+import re
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from ..models.families import CONTROL_FAMILIES, FAMILY_FACTS
 from ..name_suggestions import suggest_name
 from ..problems import report_argument
 
-USAGE = "usage: python -m library models [--json | --markdown | --check package.module:Class]"
+USAGE = "usage: python -m library models [--json | --markdown | --check package.module:Class | --download ID]"
 MODEL_OPTION = "--pretrained_model_name_or_path"
 HELP = f"""{USAGE}
 
@@ -20,6 +21,9 @@ HELP = f"""{USAGE}
               check a family of your own, or one of this program by its name, as the tests of this program do:
               a line for each check, exit code 1 if one fails. The model is the configuration "tiny" of the
               family, or a small one in a folder; see docs/adding_a_family.md
+  --download ID
+              download a diffusers model of the hub into its cache, as a run does when it starts; what an
+              interruption leaves is gone on with. HF_ENDPOINT, HF_HOME and HF_TOKEN are those of huggingface_hub
 
 parameters are those of the published denoiser, the largest where there are several sizes. --family NAME and
 random:NAME take the name."""
@@ -32,12 +36,24 @@ def run_models(argv: Sequence[str]) -> tuple[str, int] | Generator[str, None, in
         return HELP, 0
     if any(word.partition("=")[0] == "--check" for word in argv):
         return _run_check(argv)
+    if argv and argv[0].partition("=")[0] == "--download":
+        return _run_download(argv)
     for word in argv:
         if word not in forms:
             raise UserError(report_argument(word, f"unknown option{suggest_name(word, forms) or f'; {USAGE}'}"))
     if len(argv) > 1:
         raise UserError(f"one of --json and --markdown; {USAGE}")
     return (forms[argv[0]] if argv else format_text)(list_models()), 0
+
+
+def _run_download(argv: Sequence[str]) -> tuple[str, int]:
+    """Download one model."""
+    words = [part for word in argv for part in word.split("=", 1)]
+    if len(words) != 2 or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", words[1]):
+        raise UserError(report_argument("--download", f"expects the id of one model, such as OWNER/NAME; {USAGE}"))
+    from ..models.model_download import download_model
+
+    return f"{words[1]} is in {download_model(words[1])}", 0
 
 
 def _run_check(argv: Sequence[str]) -> Generator[str, None, int]:

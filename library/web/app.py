@@ -25,7 +25,7 @@ from starlette.staticfiles import StaticFiles
 from ..errors import UserError
 from ..problems import Problem, report_file
 from ..report.rendering import STATIC_DIR
-from . import job_pages, lora_pages, new_run_pages, picture_pages, run_pages
+from . import import_pages, job_pages, lora_pages, new_run_pages, picture_pages, run_edit_pages, run_pages
 from .folders import OpenedFolders, OutsideFolders
 from .guard import Guard, HostNames
 from .guided import step_pages
@@ -67,11 +67,13 @@ def _list_routes() -> Sequence[Route | Mount]:
         Route("/login", log_in, methods=["POST"]),
         Route("/logout", log_out, methods=["POST"]),
         *step_pages.ROUTES,
+        *run_edit_pages.ROUTES,
         *run_pages.ROUTES,
         *picture_pages.ROUTES,
         *new_run_pages.ROUTES,
         *job_pages.ROUTES,
         *lora_pages.ROUTES,
+        *import_pages.ROUTES,
         Mount("/static/report", StaticFiles(directory=STATIC_DIR)),
         Mount("/static/web", StaticFiles(directory=WEB_STATIC_DIR)),
     ]

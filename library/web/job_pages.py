@@ -54,6 +54,17 @@ def show_queue(request: Request) -> Response:
     return render_page(request, "queue.html", {"jobs": list_queue(request)})
 
 
+def send_states(request: Request) -> Response:
+    """Send the state of every run, for windows that tell when one ends."""
+    runs = get_workbench(request).runs.list_overviews()
+    return JSONAnswer({run.key: {"name": run.name, "status": run.status} for run in runs})
+
+
+def send_load(request: Request) -> Response:
+    """Send the load of the cards and of this computer."""
+    return JSONAnswer(_get_queue(request).monitor.export_json())
+
+
 def list_queue(request: Request) -> list[dict[str, Any]]:
     """List the queue with the address of each run."""
     folders = get_workbench(request).folders
@@ -67,6 +78,8 @@ def _get_queue(request: Request) -> JobQueue:
 
 ROUTES = (
     Route("/api/queue", show_queue),
+    Route("/api/load", send_load),
+    Route("/api/states", send_states),
     Route("/api/jobs", take_json(add_job), methods=["POST"]),
     Route("/api/jobs/resume", take_json(resume_run), methods=["POST"]),
     Route("/api/jobs/{id}/stop", take_json(stop_job), methods=["POST"]),

@@ -21,6 +21,7 @@ from ..distributed.signals import STOP_FILE, can_send_signals
 from ..errors import UserError
 from ..problems import report_file
 from ..training.output_lock import has_final_output
+from .device_load import EnergyMeter, LoadMonitor
 from .run_form import CheckedForm
 from .validate_requests import HEADER, TRAINING_SCRIPT, check_can_start
 
@@ -28,6 +29,8 @@ WAITING, RUNNING, STOPPING, STOPPED, FINISHED, FAILED = "waiting running stoppin
 FOLDER, FILE = ".lorikeet-web", "jobs.json"
 POLL_SECONDS = 0.5
 MAX_JOBS_SHOWN = 30
+ENERGY_SECONDS = 10.0
+"""The time between two readings of the power of the cards while a run is going."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class Job:
 
     code: int | None = None
     added_at: float = 0.0
+    watt_hours: float | None = None
+    """The energy of all cards while it ran, as far as a page watched; None if no card tells its power."""
 
     @property
     def log_path(self) -> Path:
@@ -77,6 +82,8 @@ class JobQueue:
     _processes: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _thread: threading.Thread | None = None
+    monitor: LoadMonitor = field(default_factory=LoadMonitor)
+    _meters: dict[str, EnergyMeter] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         with suppress(OSError, ValueError, TypeError, AttributeError):
@@ -142,6 +149,16 @@ class JobQueue:
                 self.jobs.remove(job)
                 self._save()
 
+    def forget_run(self, folder: Path, name: str) -> None:
+        """Take a run that is deleted off the list; raise ``UserError`` if it waits or runs."""
+        with self._lock:
+            own = [job for job in self.jobs if (Path(job.folder), job.name) == (folder, name)]
+            if any(job.is_active for job in own):
+                raise UserError(report_file(name, "is in the queue or running", "stop it first"))
+            if own:
+                self.jobs = [job for job in self.jobs if job not in own]
+                self._save()
+
     def _watch(self) -> None:
         """Keep a thread while there is something to start or to wait for."""
         is_watched = self._thread is not None and self._thread.is_alive()
@@ -152,9 +169,8 @@ class JobQueue:
     def _run_jobs(self) -> None:
         while True:
             with self._lock:
-                for job in self.jobs:
-                    if job.status in (RUNNING, STOPPING):
-                        self._check_ended(job)
+                for job in [job for job in self.jobs if job.status in (RUNNING, STOPPING)]:
+                    self._check_ended(self._measure_energy(job))
                 if not any(job.status in (RUNNING, STOPPING) for job in self.jobs):
                     waiting = next((job for job in self.jobs if job.status == WAITING), None)
                     if waiting is None:
@@ -162,6 +178,16 @@ class JobQueue:
                         return
                     self._start(waiting)
             time.sleep(POLL_SECONDS)
+
+    def _measure_energy(self, job: Job) -> Job:
+        """Add the energy since the last reading, every few seconds."""
+        meter = self._meters.setdefault(job.id, EnergyMeter(job.watt_hours or 0.0))
+        now = time.monotonic()
+        if now < meter.next_at:
+            return job
+        meter.add(now, self.monitor.read_power())
+        meter.next_at = now + ENERGY_SECONDS
+        return self._replace(job, watt_hours=meter.watt_hours) if meter.has_power else job
 
     def _start(self, job: Job) -> None:
         root = str(TRAINING_SCRIPT.parent)
@@ -197,6 +223,7 @@ class JobQueue:
         if process is None and job.find_process() is not None:
             return
         self._processes.pop(job.id, None)
+        self._meters.pop(job.id, None)
         with suppress(OSError):
             job.stop_path.unlink(missing_ok=True)
         if job.status == STOPPING:

@@ -2,9 +2,7 @@
 
 import glob
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response
@@ -20,8 +18,9 @@ from ..report.page import (
     describe_validation,
     format_report_page,
 )
-from ..report.preview_grid import format_column_label
 from .job_pages import list_queue
+from .run_edit_pages import list_deleted
+from .run_previews import export_compared_previews, export_previews
 from .runs import Run, RunOverview, RunReader, compare_settings
 from .workbench import JSONAnswer, get_workbench, render_page
 
@@ -32,6 +31,7 @@ def show_runs(request: Request) -> Response:
     runs = _get_reader(request).list_overviews()
     folders = [str(folder) for folder in get_workbench(request).folders.folders]
     values = {"title": "Runs", "runs": runs, "folders": folders, "jobs": list_queue(request)}
+    values["deleted"] = list_deleted(request)
     return render_page(request, "runs.html", values)
 
 
@@ -64,12 +64,15 @@ def send_charts(request: Request) -> Response:
     run = reader.get_run(key)
     table, is_complete = reader.read_table(run)
     overview, summary = reader.describe(key, run), reader.read_summary(run)
+    job = get_workbench(request).queue.find_job(run.folder, run.name)
     return JSONAnswer(
         {
             "is_complete": is_complete,
             "read": table.offset / max(table.size, 1),
             "status": overview.status,
             "state": _describe_state(request, run, overview),
+            "seconds_left": overview.seconds_left,
+            "watt_hours": job.watt_hours if job is not None else None,
             "facts": describe_progress(summary or _build_unknown_summary(run), table) if table.num_lines else "",
             "curves": _export_charts(build_curves(table)),
             "validation": _export_charts(build_validation_charts(table)),
@@ -81,35 +84,17 @@ def send_charts(request: Request) -> Response:
 
 
 def send_previews(request: Request) -> Response:
-    """The files of the previews, by prompt and by step or epoch; clips also as MP4 files."""
+    """The files of the previews, by prompt and by step or epoch."""
     run = _get_reader(request).get_run(request.path_params["key"])
-    summary, folders = _get_reader(request).read_summary(run), get_workbench(request).folders
-    rows = run.read_previews(summary.started_at if summary is not None else 0.0)
-    prompts = summary.prompts if summary is not None else ()
-    columns = sorted(
-        {column for row in rows.values() for column in row}, key=lambda name: (int(name.lstrip("e")), name)
-    )
+    return JSONAnswer(export_previews(get_workbench(request).folders, run, _get_reader(request).read_summary(run)))
 
-    def make_url(path: Path) -> str:
-        return f"/image/{quote(folders.make_key(path))}"
 
-    return JSONAnswer(
-        {
-            "columns": [{"id": column, "label": format_column_label(column)} for column in columns],
-            "rows": [
-                {
-                    "prompt": prompts[number] if number < len(prompts) else f"prompt {number + 1}",
-                    "images": {column: make_url(path) for column, path in rows[number].items()},
-                    "clips": {
-                        column: make_url(clip)
-                        for column, path in rows[number].items()
-                        if (clip := path.with_suffix(".mp4")).is_file()
-                    },
-                }
-                for number in sorted(rows)
-            ],
-        }
-    )
+def send_compared_previews(request: Request) -> Response:
+    """The files of the previews of several runs, by prompt and by run."""
+    reader = _get_reader(request)
+    runs = {key: reader.get_run(key) for key in _get_compared(request)}
+    with_summaries = {key: (run, reader.read_summary(run)) for key, run in runs.items()}
+    return JSONAnswer(export_compared_previews(get_workbench(request).folders, with_summaries))
 
 
 def send_log(request: Request) -> Response:
@@ -133,9 +118,12 @@ def show_comparison(request: Request) -> Response:
     runs = [reader.get_run(key) for key in keys]
     summaries = [reader.read_summary(run) for run in runs]
     rows = compare_settings([{} if each is None else each.all_settings for each in summaries])
-    values = {"title": "Compare", "runs": [reader.describe(key, run) for key, run in zip(keys, runs, strict=True)]}
+    values: dict[str, Any] = {"title": "Compare"}
+    values |= {"runs": [reader.describe(key, run) for key, run in zip(keys, runs, strict=True)]}
     missing = [run.name for run, summary in zip(runs, summaries, strict=True) if summary is None]
-    return render_page(request, "compare.html", {**values, "settings": rows, "missing": missing})
+    compared = [{"key": key, "name": run.name} for key, run in zip(keys, runs, strict=True)]
+    values |= {"settings": rows, "missing": missing, "compared": compared}
+    return render_page(request, "compare.html", values)
 
 
 def send_comparison(request: Request) -> Response:
@@ -219,6 +207,7 @@ ROUTES = (
     Route("/runs/{key:path}", show_run),
     Route("/api/runs/rows", show_run_rows),
     Route("/api/compare", send_comparison),
+    Route("/api/compare/previews", send_compared_previews),
     Route("/api/charts/{key:path}", send_charts),
     Route("/api/previews/{key:path}", send_previews),
     Route("/api/log/{key:path}", send_log),

@@ -19,6 +19,7 @@ from ..report.page import RunSummary
 from ..report.preview_grid import PreviewRow, find_preview_files
 from ..training.output_lock import LEASE_SECONDS, has_final_output
 from .folders import FileFinder, OpenedFolders
+from .run_notes import RunNotes
 
 METRICS_END, SUMMARY_END, LOG_END = ".metrics.jsonl", ".run.json", ".log"
 TAIL_BYTES = 16_384
@@ -96,6 +97,8 @@ class RunOverview:
     loss: float | None
     steps_per_second: float | None
     changed_at: float
+    is_favorite: bool = False
+    note: str = ""
 
     @property
     def seconds_left(self) -> float | None:
@@ -128,6 +131,14 @@ class RunReader:
                 self._found_at = time.monotonic()
             return self._runs
 
+    def list_folders(self) -> list[Path]:
+        """List the folders that are looked through."""
+        return [folder for folder, _ in self._finder.iter_folders()]
+
+    def forget_list(self) -> None:
+        """Look for runs again at the next request, since files were moved."""
+        self._found_at = -1e9
+
     def get_run(self, key: str) -> Run:
         """Return one run, which need not have been listed before; raise ``UserError`` if it has no files."""
         path = self.folders.resolve_key(key)
@@ -150,6 +161,7 @@ class RunReader:
             known = self._overviews[key] = (run.metrics_time, _read_last_metrics(run.metrics_path))
         last, summary = known[1], self.read_summary(run)
         steps, step = None if summary is None else summary.steps, int(last.get("step", 0))
+        notes = RunNotes.read(run.folder, run.name)
         return RunOverview(
             key=key,
             name=run.name,
@@ -160,6 +172,8 @@ class RunReader:
             loss=last.get("loss/average"),
             steps_per_second=last.get("speed/steps_per_second"),
             changed_at=max(run.metrics_time, _get_time(run.summary_path)),
+            is_favorite=notes.is_favorite,
+            note=notes.text,
         )
 
     def read_summary(self, run: Run) -> RunSummary | None:

@@ -11,13 +11,19 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from .. import __version__
-from ..report.rendering import build_environment
 from .caption_edits import CaptionEditor
 from .commands import CommandRunner
 from .folders import OpenedFolders
 from .guided.picture_check import PictureCheck
 from .guided.project import Project, ProjectShelf
 from .jobs import JobQueue
+from .languages.catalogue import (
+    LANGUAGES,
+    build_translated_environment,
+    choose_language,
+    list_script_texts,
+    read_catalogue,
+)
 from .login_sessions import Sessions
 from .pictures import PictureSet, PictureShelf
 from .run_form import FormChecker
@@ -42,7 +48,8 @@ class Workbench:
     sessions: Sessions
 
     def __post_init__(self) -> None:
-        self.templates = build_environment("library.web")
+        self.templates: dict[str, Any] = {}
+        self.script_texts: dict[str, Mapping[str, str]] = {}
         self.runs = RunReader(self.folders)
         self.pictures = PictureShelf(self.folders)
         self.forms = FormChecker(self.folders)
@@ -52,6 +59,14 @@ class Workbench:
         self.undo_logs: dict[Path, UndoLog] = {}
         self.projects = ProjectShelf(self.folders)
         self.checks: dict[Path, PictureCheck] = {}
+
+    def get_templates(self, language: str) -> Any:
+        """Return the templates of a language, and remember the texts of its scripts."""
+        if language not in self.templates:
+            catalogue = read_catalogue(language)
+            self.script_texts[language] = {text: catalogue[text] for text in list_script_texts() if text in catalogue}
+            self.templates[language] = build_translated_environment(language)
+        return self.templates[language]
 
     def get_editor(self, pictures: PictureSet) -> CaptionEditor:
         """Return the editor of a picture set; a new scan has a new one, which can undo the edits of the one before."""
@@ -84,12 +99,20 @@ def render_page(request: Request, template: str, values: Mapping[str, Any], stat
     """Render a template with what every page shows."""
     workbench = get_workbench(request)
     section = request.url.path.split("/")[1]
-    page = workbench.templates.get_template(template).render(
-        **values,
-        sections=SECTIONS,
-        section=section,
-        has_token=workbench.sessions.token_hash is not None,
-        version=__version__,
-        now=time.time(),
+    language = choose_language(request.cookies, request.headers.get("accept-language", ""))
+    page = (
+        workbench.get_templates(language)
+        .get_template(template)
+        .render(
+            **values,
+            sections=SECTIONS,
+            section=section,
+            has_token=workbench.sessions.token_hash is not None,
+            version=__version__,
+            now=time.time(),
+            language=language,
+            languages=LANGUAGES,
+            script_texts=workbench.script_texts[language],
+        )
     )
     return HTMLResponse(page.encode("utf-8", "replace"), status)

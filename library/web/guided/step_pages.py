@@ -103,7 +103,7 @@ def _list_model_values(request: Request, project: Project) -> dict[str, Any]:
     groups = [
         ("To try it", [each for each in choices if each.place == "built in"]),
         ("On this computer", [each for each in choices if each.place in ("here", "cache")]),
-        ("From the hub, downloaded when the run starts", [each for each in choices if each.place == "hub"]),
+        ("From the hub, downloaded when the run starts, or now", [each for each in choices if each.place == "hub"]),
     ]
     return {"groups": groups, "chosen": project.model or DEMO}
 
@@ -309,6 +309,16 @@ def choose_model(request: Request, body: Mapping[str, Any]) -> Response:
     return JSONAnswer({"title": choice.title})
 
 
+def start_download(request: Request, body: Mapping[str, Any]) -> Response:
+    """Download a model of the list, in a process that can be stopped and gone on with."""
+    workbench = get_workbench(request)
+    choice = find_choice(workbench.folders, str(body.get("model", "")))
+    if choice.place != "hub":
+        raise UserError(f"{choice.title} is on this computer already")
+    words = [sys.executable, "-m", "library.web.background", "models", "--download", choice.where]
+    return JSONAnswer({"id": workbench.commands.start(words)})
+
+
 def find_card(request: Request, body: Mapping[str, Any]) -> Response:
     """Look for the cards of this machine, in a process of its own."""
     return JSONAnswer({"id": get_workbench(request).commands.start([sys.executable, "-m", "library.web.guided.card"])})
@@ -426,6 +436,7 @@ ROUTES = (
     Route("/api/train/undo/{key:path}", take_json(undo_mend), methods=["POST"]),
     Route("/api/train/caption/{key:path}", take_json(start_caption_model), methods=["POST"]),
     Route("/api/train/model/{key:path}", take_json(choose_model), methods=["POST"]),
+    Route("/api/train/download", take_json(start_download), methods=["POST"]),
     Route("/api/train/card", take_json(find_card), methods=["POST"]),
     Route("/api/train/card/{id}", send_card),
     Route("/api/train/memory/{key:path}", take_json(take_card), methods=["POST"]),

@@ -6,7 +6,7 @@
   let running = null;
 
   function showChosen() {
-    byId("chosen").textContent = chosen.size ? [...chosen.values()].join(", ") : "no file chosen";
+    byId("chosen").textContent = chosen.size ? [...chosen.values()].join(", ") : tr("no file chosen");
     for (const form of forms) {
       const models = [...form.querySelectorAll("[data-model]")];
       const isReady = chosen.size >= +form.dataset.files && models.every((select) => select.value);
@@ -58,12 +58,12 @@
     holder.hidden = !progress;
     if (!progress) return;
     Object.assign(bar, { max: progress.total, value: progress.completed });
-    text.textContent = `${progress.title}: ${progress.completed.toLocaleString()} of ${progress.total.toLocaleString()}`;
+    text.textContent = tr("{0}: {1} of {2}", progress.title, progress.completed.toLocaleString(), progress.total.toLocaleString());
   }
 
   async function follow(name) {
     byId("result").hidden = false;
-    byId("result-state").textContent = "starting…";
+    byId("result-state").textContent = tr("starting…");
     byId("result-title").textContent = name;
     byId("stop").hidden = false;
     byId("output").textContent = "";
@@ -73,8 +73,8 @@
       const answer = await ask(`/api/commands/${running}`);
       byId("output").textContent = answer.output;
       const seconds = `${answer.seconds.toFixed(1)} s`;
-      byId("result-state").textContent = answer.is_running ? `working for ${seconds}…`
-        : answer.is_stopped ? "stopped" : answer.code ? "not done" : `done in ${seconds}`;
+      byId("result-state").textContent = answer.is_running ? tr("working for {0}…", seconds)
+        : answer.is_stopped ? tr("stopped") : answer.code ? tr("not done") : tr("done in {0}", seconds);
       showProgress(answer.progress);
       if (!answer.is_running) return;
       await new Promise((done) => setTimeout(done, 300));

@@ -32,7 +32,7 @@
     for (const field of fields) field.classList.toggle("set", isSet(controls.get(field.dataset.name)));
     for (const group of document.querySelectorAll(".group")) {
       const count = group.querySelectorAll(".field.set").length;
-      group.querySelector(".changed").textContent = count ? `${count} set` : "";
+      group.querySelector(".changed").textContent = count ? tr("{0} set", count) : "";
     }
   }
 
@@ -40,7 +40,7 @@
     const { wrong, others } = showFieldProblems(fields, controls, answer.problems);
     const count = answer.problems.length, state = byId("state");
     state.className = `notice ${count ? "bad" : "good"}`;
-    state.textContent = count ? `${count} ${count === 1 ? "problem" : "problems"}` : "No problems: this run can start.";
+    state.textContent = count ? count === 1 ? tr("1 problem") : tr("{0} problems", count) : tr("No problems: this run can start.");
     showProblems(byId("problems"), others.slice(0, 12));
     byId("problems").append(...[...wrong].slice(0, 12).map(([name, texts]) => {
       const button = make("button", { type: "button", className: "problem", textContent: texts.join("\n") });
@@ -48,7 +48,7 @@
       return button;
     }));
     byId("notices").replaceChildren(...answer.notices.map((text) => make("p", { textContent: text })));
-    byId("toml").textContent = answer.toml || "(all as by default)";
+    byId("toml").textContent = answer.toml || tr("(all as by default)");
     byId("command").textContent = answer.command;
     byId("start").disabled = count > 0;
   }
@@ -71,7 +71,7 @@
 
   function showFailure(error) {
     byId("state").className = "notice bad";
-    byId("state").textContent = "Not possible";
+    byId("state").textContent = tr("Not possible");
     byId("start").disabled = true;
     showProblems(byId("problems"), listProblems(error));
   }
@@ -100,7 +100,7 @@
         output.hidden = !answer.output;
         output.textContent = answer.output;
         const seconds = answer.seconds.toFixed(0);
-        line.textContent = answer.is_running ? `working for ${seconds} s…` : answer.is_stopped ? "stopped" : answer.code ? "failed" : "";
+        line.textContent = answer.is_running ? tr("working for {0}…", `${seconds} s`) : answer.is_stopped ? tr("stopped") : answer.code ? tr("failed") : "";
         if (!answer.is_running) break;
         await new Promise((done) => setTimeout(done, 400));
       }

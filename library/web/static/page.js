@@ -8,6 +8,16 @@ function make(tag, properties = {}, ...children) {
   return element;
 }
 
+// A text of the page in the language of the reader, by its English words; {0}, {1} are filled in.
+const TEXTS = JSON.parse(byId("texts")?.textContent ?? "{}");
+const tr = (text, ...values) => (TEXTS[text] ?? text).replace(/\{(\d)\}/g, (_, number) => values[+number]);
+
+// The language is a choice of this browser.
+byId("language")?.addEventListener("change", (event) => {
+  document.cookie = `language=${event.target.value}; path=/; max-age=31536000; samesite=strict`;
+  location.reload();
+});
+
 // A path in an address: slashes stay.
 const encodeKey = (key) => key.split("/").map(encodeURIComponent).join("/");
 
@@ -49,7 +59,7 @@ function showConnection(isUp, error) {
     line.setAttribute("role", "status");
     byId("content").prepend(line);
   }
-  line.textContent = error instanceof TypeError ? "The server does not answer. Is it still running?" : error.message;
+  line.textContent = error instanceof TypeError ? tr("The server does not answer. Is it still running?") : error.message;
 }
 
 function showProblems(holder, problems) {

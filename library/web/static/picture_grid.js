@@ -106,14 +106,14 @@ class PictureGrid {
     const cell = make("div", { className: "cell" }, frame,
       make("div", { className: "line" }, make("span", { textContent: row.name, title: row.name }),
            make("span", { textContent: row.bucket.join("×") })),
-      make("div", { className: "text", textContent: row.caption || "no caption" }),
+      make("div", { className: "text", textContent: row.caption || tr("no caption") }),
       make("div", { className: "badges" }, ...Object.entries(row.warnings).map(([kind, text]) =>
         make("span", { className: "tag", textContent: kind, title: text }))));
     for (const [name, value] of [["role", "option"], ["aria-posinset", position + 1], ["aria-setsize", this.total]]) {
       cell.setAttribute(name, value);
     }
     cell.id = `cell-${position}`;
-    cell.setAttribute("aria-label", `${row.name}: ${row.caption || "no caption"}`);
+    cell.setAttribute("aria-label", `${row.name}: ${row.caption || tr("no caption")}`);
     cell.dataset.position = position;
     Object.assign(cell.style, { left: `${(position % this.columns) * this.cellWidth}px`, width: `${this.cellWidth}px`,
       top: `${Math.floor(position / this.columns) * this.cellHeight}px`, height: `${this.cellHeight}px` });
@@ -153,7 +153,7 @@ function buildShot(row, key, width, height, isLarge) {
   Object.assign(shot.style, { width: `${row.size[0] * scale}px`, height: `${row.size[1] * scale}px` });
   const [left, top, cropWidth, cropHeight] = row.crop;
   if (cropWidth < 0.999 || cropHeight < 0.999) {
-    const crop = make("div", { className: "crop", title: row.is_random_crop ? "cropped at random" : "what is trained" });
+    const crop = make("div", { className: "crop", title: row.is_random_crop ? tr("cropped at random") : tr("what is trained") });
     Object.assign(crop.style, { left: `${left * 100}%`, top: `${top * 100}%`, width: `${cropWidth * 100}%`, height: `${cropHeight * 100}%` });
     shot.append(crop);
   }

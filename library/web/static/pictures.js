@@ -9,7 +9,7 @@
 
   async function applyFilter() {
     await grid.select(new URLSearchParams(filter()).toString());
-    byId("count").textContent = `${grid.total.toLocaleString()} ${grid.total === 1 ? "picture" : "pictures"}`;
+    byId("count").textContent = grid.total === 1 ? tr("1 picture") : tr("{0} pictures", grid.total.toLocaleString());
   }
 
   function fill(select, first, options) {
@@ -22,9 +22,9 @@
   }
 
   function showState(state) {
-    byId("summary").textContent = `${state.total.toLocaleString()} pictures, scanned in ${state.seconds.toFixed(1)} s`;
-    fill(byId("warning"), "all, with and without warnings", state.warnings.map((w) => [w.id, `${w.text}: ${w.count}`]));
-    fill(byId("bucket"), "all buckets", state.buckets.map((b) => [b.id, `${b.id}: ${b.count}`]));
+    byId("summary").textContent = tr("{0} pictures, scanned in {1} s", state.total.toLocaleString(), state.seconds.toFixed(1));
+    fill(byId("warning"), tr("all, with and without warnings"), state.warnings.map((w) => [w.id, `${w.text}: ${w.count}`]));
+    fill(byId("bucket"), tr("all buckets"), state.buckets.map((b) => [b.id, `${b.id}: ${b.count}`]));
     byId("known-tags").replaceChildren(...state.tags.map((t) => make("option", { value: t.tag, textContent: `${t.count}` })));
     byId("notes").replaceChildren(...state.notes.map((text) => make("li", { textContent: text })));
     byId("notes-part").hidden = !state.notes.length;
@@ -33,7 +33,7 @@
 
   function showUndo(count) {
     numUndo = count;
-    byId("undo").textContent = count ? `Undo (${count})` : "Undo";
+    byId("undo").textContent = count ? tr("Undo ({0})", count) : tr("Undo");
     enableButtons();
   }
 
@@ -69,7 +69,7 @@
       byId("work").hidden = !work.is_running;
       if (!work.is_running) { done(work); return null; }
       if (work.total) { bar.max = work.total; bar.value = work.completed; } else bar.removeAttribute("value");
-      byId("work-text").textContent = work.title + (work.total ? `: ${work.completed.toLocaleString()} of ${work.total.toLocaleString()}` : "…");
+      byId("work-text").textContent = work.total ? tr("{0}: {1} of {2}", work.title, work.completed.toLocaleString(), work.total.toLocaleString()) : `${work.title}…`;
       byId("work-stop").disabled = work.is_stopping;
       return 300;
     }));
@@ -109,7 +109,7 @@
   });
   byId("try-tags").addEventListener("click", () => attempt(async () => {
     const answer = await ask(`/api/pictures/tags/${key}`, edit(true));
-    byId("tags-result").textContent = `${answer.count.toLocaleString()} captions would change`;
+    byId("tags-result").textContent = tr("{0} captions would change", answer.count.toLocaleString());
     byId("examples").replaceChildren(...answer.examples.map((each) => make("div", {},
       make("strong", { textContent: each.name }), " ", make("del", { textContent: each.before }), " ",
       make("ins", { textContent: each.after }))));
@@ -120,7 +120,7 @@
       byId("tags-result").textContent = "";
       byId("examples").replaceChildren();
       const { count } = await finish(await ask(`/api/pictures/tags/${key}`, edit(false)));
-      byId("tags-result").textContent = `${count.toLocaleString()} ${count === 1 ? "caption" : "captions"} changed`;
+      byId("tags-result").textContent = count === 1 ? tr("1 caption changed") : tr("{0} captions changed", count.toLocaleString());
     }));
   });
   byId("undo").addEventListener("click", () => attempt(() => whileBusy(
@@ -134,10 +134,10 @@
     const row = await grid.getRow(position);
     opened = { position, row };
     byId("editor-name").textContent = row.name;
-    const crop = row.is_random_crop ? "cropped at random" : "cropped in the middle";
-    byId("editor-facts").textContent = `${row.size.join("×")}, trained at ${row.bucket.join("×")}`
-      + (row.crop[2] < 0.999 || row.crop[3] < 0.999 ? `, ${crop}` : "") + `, ${row.repeats} times per epoch`
-      + (row.is_reg ? ", regularization" : "");
+    const crop = row.is_random_crop ? tr("cropped at random") : tr("cropped in the middle");
+    byId("editor-facts").textContent = tr("{0}, trained at {1}", row.size.join("×"), row.bucket.join("×"))
+      + (row.crop[2] < 0.999 || row.crop[3] < 0.999 ? `, ${crop}` : "") + tr(", {0} times per epoch", row.repeats)
+      + (row.is_reg ? tr(", regularization") : "");
     byId("editor-warnings").replaceChildren(...Object.values(row.warnings).map((text) => make("span", { className: "tag", textContent: text })));
     caption.value = row.caption;
     caption.readOnly = !row.is_editable;
@@ -177,7 +177,7 @@
 
   const go = async (by) => { if (await save()) await openEditor(opened.position + by); };
   byId("save").addEventListener("click", async () => { if (await save()) editor.close(); });
-  const mayClose = () => caption.value === opened.row.caption || confirm("Close without saving the caption?");
+  const mayClose = () => caption.value === opened.row.caption || confirm(tr("Close without saving the caption?"));
   byId("close").addEventListener("click", () => { if (mayClose()) editor.close(); });
   editor.addEventListener("cancel", (event) => { if (!mayClose()) event.preventDefault(); });
   byId("previous").addEventListener("click", () => go(-1));

@@ -16,6 +16,7 @@ const showRun = (() => {
   async function showHead(answer) {
     if (answer.state !== byId("run").dataset.state) await showRun();
     byId("facts").textContent = answer.facts || byId("facts").textContent;
+    Load.showTimeLeft(byId("time-left"), answer);
   }
 
   function showCharts(answer) {

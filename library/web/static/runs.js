@@ -1,18 +1,20 @@
 // The list of runs: filter, selection for the comparison, and rows that are kept up to date.
 "use strict";
 (() => {
-  const rows = byId("rows"), filter = byId("filter"), compare = byId("compare");
+  const rows = byId("rows"), filter = byId("filter"), compare = byId("compare"), favorites = byId("favorites");
   const chosen = new Set();
 
   function applyState() {
     const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
     for (const row of rows.rows) {
       const text = row.textContent.toLowerCase(), box = row.querySelector("input");
-      row.hidden = !words.every((word) => text.includes(word));
+      const isWanted = favorites.getAttribute("aria-pressed") === "false" || "favorite" in row.dataset;
+      row.hidden = !isWanted || !words.every((word) => text.includes(word));
       box.checked = chosen.has(box.value);
     }
     compare.disabled = chosen.size < 2;
-    compare.textContent = chosen.size ? `Compare ${chosen.size}` : "Compare";
+    byId("delete").disabled = !chosen.size;
+    compare.textContent = chosen.size ? tr("Compare {0}", chosen.size) : tr("Compare");
   }
 
   rows.addEventListener("change", (event) => {
@@ -24,13 +26,51 @@
     location.href = "/runs/compare?" + new URLSearchParams([...chosen].map((key) => ["run", key]));
   });
 
+  favorites.addEventListener("click", () => {
+    favorites.setAttribute("aria-pressed", favorites.getAttribute("aria-pressed") === "false");
+    applyState();
+  });
+
+  async function showRows() {
+    rows.innerHTML = await ask("/api/runs/rows");  // from our own template, which escapes every name
+    rows.closest(".card").hidden = !rows.rows.length;
+    for (const key of [...chosen]) if (![...rows.rows].some((row) => row.dataset.key === key)) chosen.delete(key);
+    applyState();
+  }
+
+  async function showDeleted() {
+    byId("deleted").innerHTML = await ask("/api/deleted");
+    byId("deleted-part").hidden = !byId("deleted").rows.length;
+  }
+
+  // Does it, shows both lists as they are now, and says what was done or what is wrong.
+  async function change(action, text) {
+    try {
+      await action();
+      byId("deleted-line").hidden = !text;
+      byId("deleted-line").textContent = text;
+      showProblems(byId("job-problems"), []);
+      await Promise.all([showRows(), showDeleted()]);
+    } catch (error) { showProblems(byId("job-problems"), listProblems(error)); }
+    returnFocus(byId("deleted").querySelector("button"), filter);
+  }
+
+  byId("delete").addEventListener("click", () => {
+    const keys = [...chosen], names = keys.map((key) => key.split("/").at(-1)).join(", ");
+    change(async () => {
+      await ask("/api/runs/delete", { runs: keys });
+      byId("deleted-part").open = true;
+    }, tr("Deleted: {0}. Put back brings the files back.", names));
+  });
+  byId("deleted").addEventListener("click", (event) => {
+    const button = event.target.closest("button"), entry = button?.closest("tr").dataset.entry;
+    if (!entry) return;
+    if ("restore" in button.dataset) change(() => ask("/api/deleted/restore", { entry }), tr("The files are back."));
+    else if (confirm(tr("Delete these files for good?"))) change(() => ask("/api/deleted/remove", { entry }), "");
+  });
+
   poll(async () => {
-    const html = await ask("/api/runs/rows");
-    if (!rows.contains(document.activeElement)) {
-      rows.innerHTML = html;  // from our own template, which escapes every name
-      rows.closest(".card").hidden = !rows.rows.length;
-      applyState();
-    }
+    if (!rows.contains(document.activeElement)) await showRows();
     return 4000;
   });
 })();

@@ -11,9 +11,9 @@
     if (!state.is_ready) { await followWork(); return load(); }
     if (state.problems.length) { showProblems(byId("step-problems"), state.problems); return; }
     byId("undo").disabled = !state.num_undo;
-    byId("undo").textContent = state.num_undo ? `Undo (${state.num_undo})` : "Undo";
+    byId("undo").textContent = state.num_undo ? tr("Undo ({0})", state.num_undo) : tr("Undo");
     const missing = state.warnings.find((each) => each.id === "no caption")?.count ?? 0;
-    byId("summary").textContent = missing ? `${missing} of ${state.total} have no caption.` : `All ${state.total} have a caption.`;
+    byId("summary").textContent = missing ? tr("{0} of {1} have no caption.", missing, state.total) : tr("All {0} have a caption.", state.total);
     const rows = await readRows(0, Math.max(PAGE, byId("caption-list").children.length));
     byId("caption-list").replaceChildren(...rows);
     byId("more").hidden = rows.length >= total;
@@ -49,11 +49,11 @@
       try {
         await ask(api("captions"), { captions: { [row.index]: area.value }, known: { [row.index]: known } });
         known = area.value;
-        saved.textContent = "saved";
+        saved.textContent = tr("saved");
         wrong.hidden = true;
         const state = await ask(api("state"));
         byId("undo").disabled = !state.num_undo;
-        byId("undo").textContent = `Undo (${state.num_undo})`;
+        byId("undo").textContent = tr("Undo ({0})", state.num_undo);
       } catch (error) { wrong.hidden = false; wrong.textContent = listProblems(error).join("\n"); saved.textContent = ""; }
     });
     area.addEventListener("input", () => { saved.textContent = ""; });
@@ -74,7 +74,7 @@
       if (!work.is_running) { byId("work").hidden = true; return work; }
       const bar = byId("work-bar");
       if (work.total) { bar.max = work.total; bar.value = work.completed; } else bar.removeAttribute("value");
-      byId("work-text").textContent = `${work.title}${work.total ? `: ${work.completed} of ${work.total}` : "…"}`;
+      byId("work-text").textContent = work.total ? tr("{0}: {1} of {2}", work.title, work.completed, work.total) : `${work.title}…`;
       await new Promise((done) => setTimeout(done, 300));
     }
   }
@@ -93,10 +93,9 @@
     button.disabled = button.id === "undo" && !/\d/.test(button.textContent);
     returnFocus(button, document.querySelector("#caption-list textarea"));
   }
-  const count = (number, words) => `${number} caption${number === 1 ? "" : "s"} ${words}`;
 
   byId("work-stop").addEventListener("click", () => ask(api("stop"), {}).catch(fail));
-  byId("undo").addEventListener("click", () => run(() => ask(api("undo"), {}), (number) => count(number, "put back"), byId("undo")));
+  byId("undo").addEventListener("click", () => run(() => ask(api("undo"), {}), (number) => (number === 1 ? tr("1 caption put back") : tr("{0} captions put back", number)), byId("undo")));
   byId("tag-action").addEventListener("change", (event) => {
     byId("replacement").hidden = event.target.value !== "replace";
     byId("start-part").hidden = event.target.value !== "add";
@@ -104,12 +103,12 @@
   byId("tags-form").addEventListener("submit", (event) => {
     event.preventDefault();
     const body = { action: byId("tag-action").value, tag: byId("tag").value, replacement: byId("replacement").value, is_at_start: byId("at-start").checked };
-    run(() => ask(api("tags"), body), (number) => count(number, "changed"), byId("apply-tags"));
+    run(() => ask(api("tags"), body), (number) => (number === 1 ? tr("1 caption changed") : tr("{0} captions changed", number)), byId("apply-tags"));
   });
   byId("model-form").addEventListener("submit", (event) => {
     event.preventDefault();
     const body = { model: byId("caption-model").value, trigger_word: byId("trigger").value, if_exists: byId("if-exists").value };
-    run(() => ask(`/api/train/caption/${step}`, body), (number) => count(number, "written"), byId("write-captions"));
+    run(() => ask(`/api/train/caption/${step}`, body), (number) => (number === 1 ? tr("1 caption written") : tr("{0} captions written", number)), byId("write-captions"));
   });
 
   load().catch(fail);

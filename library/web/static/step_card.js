@@ -32,7 +32,7 @@
           byId("advice").replaceChildren(...answer.lines.map((text) => make("p", { textContent: text })));
           break;
         }
-        byId("work-text").textContent = `trying what fits, for ${answer.seconds.toFixed(0)} seconds`;
+        byId("work-text").textContent = tr("trying what fits, for {0} seconds", answer.seconds.toFixed(0));
         await wait(500);
       }
     } catch (error) { showProblems(byId("step-problems"), listProblems(error)); }

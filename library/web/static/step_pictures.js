@@ -1,7 +1,7 @@
 // The pictures with what is wrong with each, and the buttons that mend it.
 "use strict";
 (() => {
-  const key = encodeKey(stepKey), plural = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
+  const key = encodeKey(stepKey), countPictures = (count) => (count === 1 ? tr("1 picture") : tr("{0} pictures", count));
   let shown = { pictures: [] };
 
   const address = (picture, isLarge) => `/train-picture/${key}?${new URLSearchParams({ path: picture.path, v: picture.version, ...(isLarge ? { large: 1 } : {}) })}`;
@@ -9,7 +9,7 @@
   function makeFrame(picture) {
     const frame = make("div", { className: "frame" });
     if (picture.is_readable) frame.append(make("img", { src: address(picture), alt: picture.name, loading: "lazy" }));
-    else frame.textContent = "no picture";
+    else frame.textContent = tr("no picture");
     return frame;
   }
 
@@ -19,7 +19,7 @@
     if (answer.is_running) {
       byId("progress").max = Math.max(1, answer.total);
       byId("progress").value = answer.completed;
-      byId("progress-text").textContent = `looking at picture ${answer.completed} of ${answer.total}`;
+      byId("progress-text").textContent = tr("looking at picture {0} of {1}", answer.completed, answer.total);
       await new Promise((done) => setTimeout(done, 250));
       return load();
     }
@@ -30,39 +30,39 @@
 
   function show() {
     const faulty = shown.pictures.filter((each) => each.faults.length), good = shown.pictures.filter((each) => !each.faults.length);
-    const wrong = shown.pictures.length ? faulty.length ? `something to look at in ${faulty.length}` : "nothing is wrong with them" : "drop some here";
-    byId("summary").textContent = `${plural(shown.pictures.length, "picture")}, ${wrong}`;
+    const wrong = shown.pictures.length ? faulty.length ? tr("something to look at in {0}", faulty.length) : tr("nothing is wrong with them") : tr("drop some here");
+    byId("summary").textContent = `${countPictures(shown.pictures.length)}, ${wrong}`;
     byId("folders").replaceChildren(...shown.folders.filter((each) => each.name || each.masks).map(describeFolder));
     showMendAll(faulty);
     byId("faults").replaceChildren(...faulty.map(makeFaulty));
     byId("good-part").hidden = !good.length;
     byId("good-part").open = !faulty.length;
-    byId("good-title").textContent = `${plural(good.length, "picture")} without a fault`;
+    byId("good-title").textContent = tr("{0} without a fault", countPictures(good.length));
     byId("good").replaceChildren(...good.map((picture) => {
       const frame = makeFrame(picture);
       frame.title = picture.caption || picture.name;
-      if (picture.has_mask) frame.append(make("span", { className: "tag", textContent: "mask" }));
+      if (picture.has_mask) frame.append(make("span", { className: "tag", textContent: tr("mask") }));
       return frame;
     }));
     const undo = byId("undo");
     undo.hidden = !shown.num_undo;
-    undo.textContent = `Undo (${shown.num_undo})`;
+    undo.textContent = tr("Undo ({0})", shown.num_undo);
     byId("next-step").classList.toggle("main", shown.pictures.some((each) => each.is_readable));
   }
 
   function describeFolder(folder) {
-    const parts = [plural(folder.count, "picture")];
-    if (folder.is_reg) parts.push("for comparison (regularization)");
-    if (!folder.is_used) parts.push("not used, because all pictures to train on have masks");
-    if (folder.repeats !== 1) parts.push(`each ${folder.repeats} times`);
-    if (folder.class_tokens) parts.push(`without a caption: “${folder.class_tokens}”`);
-    if (folder.masks) parts.push(folder.masks === folder.count ? "with masks" : `${folder.masks} of ${folder.count} masks, which are used when all are there`);
-    return make("p", { textContent: `${folder.name || "Pictures"}: ${parts.join(", ")}` });
+    const parts = [countPictures(folder.count)];
+    if (folder.is_reg) parts.push(tr("for comparison (regularization)"));
+    if (!folder.is_used) parts.push(tr("not used, because all pictures to train on have masks"));
+    if (folder.repeats !== 1) parts.push(tr("each {0} times", folder.repeats));
+    if (folder.class_tokens) parts.push(tr("without a caption: “{0}”", folder.class_tokens));
+    if (folder.masks) parts.push(folder.masks === folder.count ? tr("with masks") : tr("{0} of {1} masks, which are used when all are there", folder.masks, folder.count));
+    return make("p", { textContent: `${folder.name || tr("Pictures")}: ${parts.join(", ")}` });
   }
 
   // One button for all pictures that the same thing mends, without choosing anything.
   function showMendAll(faulty) {
-    const kinds = { rotate: ["sideways", "Turn all upright"], remove: ["duplicate", "Remove all copies"], convert: ["", "Convert all to PNG"] };
+    const kinds = { rotate: ["sideways", tr("Turn all upright")], remove: ["duplicate", tr("Remove all copies")], convert: ["", tr("Convert all to PNG")] };
     const buttons = Object.entries(kinds).flatMap(([mend, [kind, label]]) => {
       const chosen = faulty.filter((each) => each.faults.some((fault) => fault.mend === mend && (!kind || fault.kind === kind)));
       if (chosen.length < 2) return [];
@@ -84,7 +84,7 @@
         button.setAttribute("aria-label", `${fault.label}: ${picture.name}`);
         button.addEventListener("click", () => fault.mend === "crop" ? openCrop(picture) : mendAll(fault.mend, [picture], button));
         line.append(button);
-      } else if (fault.kind === "no caption") line.append(make("a", { href: `/train/captions/${key}`, textContent: "Write one" }));
+      } else if (fault.kind === "no caption") line.append(make("a", { href: `/train/captions/${key}`, textContent: tr("Write one") }));
       text.append(line);
     }
     card.append(makeFrame(picture), text);

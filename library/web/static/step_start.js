@@ -29,7 +29,7 @@
       for (let part = field.parentElement; part; part = part.parentElement) if (part.tagName === "DETAILS") part.open = true;
     }
     const count = answer.problems.length;
-    showState(!count, count ? count === 1 ? "One thing is wrong." : `${count} things are wrong.` : "Nothing is wrong: it can start.");
+    showState(!count, count ? count === 1 ? tr("One thing is wrong.") : tr("{0} things are wrong.", count) : tr("Nothing is wrong: it can start."));
     showProblems(byId("problems"), others);
     byId("notices").replaceChildren(...answer.notices.map((text) => make("p", { textContent: text })));
     byId("dataset-name").textContent = answer.files[0];
@@ -51,7 +51,7 @@
       const answer = await ask(`/api/train/check/${key}`, collect());
       if (number === checked) showCheck(answer);
     } catch (error) {
-      if (number === checked) { showState(false, "It cannot start yet."); showProblems(byId("problems"), listProblems(error)); }
+      if (number === checked) { showState(false, tr("It cannot start yet.")); showProblems(byId("problems"), listProblems(error)); }
     }
   }
 
@@ -79,7 +79,7 @@
     checked += 1;
     byId("start").disabled = true;
     try { location.href = `/runs/${encodeKey((await ask(`/api/train/start/${key}`, collect())).run)}`; }
-    catch (error) { showProblems(byId("problems"), listProblems(error)); showState(false, "It did not start."); returnFocus(byId("form")); }
+    catch (error) { showProblems(byId("problems"), listProblems(error)); showState(false, tr("It did not start.")); returnFocus(byId("form")); }
   });
   check();
 })();

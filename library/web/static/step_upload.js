@@ -25,7 +25,7 @@ const stepKey = byId("project").dataset.key;
 
   async function upload(files) {
     const wanted = files.filter(({ path }) => !isHidden(path));
-    if (!wanted.length) { showStepProblems(["There were no files in it."]); return; }
+    if (!wanted.length) { showStepProblems([tr("There were no files in it.")]); return; }
     let key = stepKey;
     if (!key) {
       const folder = wanted[0].path.includes("/") ? wanted[0].path.split("/")[0] : "";
@@ -43,7 +43,7 @@ const stepKey = byId("project").dataset.key;
         done += 1;
         bar.max = wanted.length;
         bar.value = done;
-        byId("progress-text").textContent = `${done} of ${wanted.length} files`;
+        byId("progress-text").textContent = tr("{0} of {1} files", done, wanted.length);
       }
     };
     await Promise.all(Array.from({ length: TOGETHER }, work));
@@ -84,8 +84,8 @@ const stepKey = byId("project").dataset.key;
   const refused = JSON.parse(sessionStorage.getItem("refused") || "[]");
   sessionStorage.removeItem("refused");
   if (refused.length) {
-    const list = refused.slice(0, 20).map((text) => make("p", { className: "notice", textContent: `Not taken: ${text}` }));
-    if (refused.length > 20) list.push(make("p", { textContent: `… and ${refused.length - 20} more` }));
+    const list = refused.slice(0, 20).map((text) => make("p", { className: "notice", textContent: tr("Not taken: {0}", text) }));
+    if (refused.length > 20) list.push(make("p", { textContent: tr("… and {0} more", refused.length - 20) }));
     byId("refused").append(...list);
   }
 
@@ -98,14 +98,14 @@ const stepKey = byId("project").dataset.key;
       const { folders } = await ask("/api/train/folders");
       byId("machine-folders").replaceChildren(...folders.map((each) => {
         const button = make("button", { type: "button", className: "option-card" }, make("span", {}, make("strong", { textContent: each.path }),
-          make("span", { className: "sentence", textContent: each.count === 1 ? "1 picture" : `${each.count} pictures` })));
+          make("span", { className: "sentence", textContent: each.count === 1 ? tr("1 picture") : tr("{0} pictures", each.count) })));
         button.addEventListener("click", async () => {
           try { location.href = `/train/pictures/${encodeKey((await ask("/api/train/new", { folder: each.key })).key)}`; }
           catch (error) { showStepProblems(listProblems(error)); }
         });
         return button;
       }));
-      if (!folders.length) byId("machine-folders").replaceChildren(make("p", { className: "soft", textContent: "None below the opened folders." }));
+      if (!folders.length) byId("machine-folders").replaceChildren(make("p", { className: "soft", textContent: tr("None below the opened folders.") }));
     } catch (error) { showStepProblems(listProblems(error)); }
   });
 })();

@@ -129,13 +129,34 @@ def test_runs_are_compared_by_curves_and_settings(tmp_path):
     assert compare_settings([{"a": 1}, {}]) == [("a", ["1", ""])]
 
 
+def test_pictures_of_runs_are_compared_by_prompt_whatever_their_order(tmp_path):
+    for name, prompts in {"one": ["a cat", "a dog", "a cat"], "two": ["a dog", "a fox", "a cat"]}.items():
+        write_run(tmp_path / name, name, previews=3)
+        facts = json.loads((tmp_path / name / f"{name}.run.json").read_text())
+        (tmp_path / name / f"{name}.run.json").write_text(json.dumps(facts | {"prompts": prompts}))
+    for path in (tmp_path / "two" / "sample").glob("two_000010_*"):
+        path.unlink()
+    answer = open_page(tmp_path).get("/api/compare/previews?run=0/one/one&run=0/two/two").json()
+
+    def number_files(run: str) -> list[tuple[str, list[str]]]:
+        rows = ((row["prompt"], row["runs"].get(f"0/{run}/{run}", {"images": {}})["images"]) for row in answer["rows"])
+        return [(prompt, [url.split("_")[-3] for url in images.values()]) for prompt, images in rows]
+
+    assert [column["id"] for column in answer["columns"]] == ["000000", "000010", "000020"]
+    # A prompt that is there twice, with two seeds, is two rows.
+    ones, nothing = (["00"] * 3, ["01"] * 3, ["02"] * 3), list[str]()
+    assert number_files("one") == list(zip(["a cat", "a dog", "a cat", "a fox"], [*ones, nothing], strict=True))
+    twos = [["02"] * 2, ["00"] * 2, nothing, ["01"] * 2]
+    assert number_files("two") == list(zip(["a cat", "a dog", "a cat", "a fox"], twos, strict=True))
+
+
 @pytest.mark.parametrize(
     "path",
     (
         "/runs/0/../secret /runs/0/%2e%2e/secret /image/0/..%2Fsecret.png /image/0/link.png "
         "/image/0/demo.metrics.jsonl /file/0/demo.png?run=0/demo /file/0/demo-000001.safetensors?run=0/demo "
         "/file/0/..%2Fsecret.png?run=0/demo /file/0/demo.metrics.jsonl?run=../secret /api/log/0/..%2Fsecret "
-        "/api/charts/1/secret /report/0/none /api/compare"
+        "/api/charts/1/secret /report/0/none /api/compare /api/compare/previews"
     ).split(),
 )
 def test_other_files_are_refused(tmp_path, path):

@@ -1,0 +1,82 @@
+// Two pictures over each other at full size: of two steps of a run, or of two runs at one step.
+"use strict";
+const Viewer = (() => {
+  let data = { columns: [], rows: [] }, open = null, onStep = null;
+  const viewer = byId("viewer");
+
+  // Columns are steps or runs; each row has the pictures of a prompt by column.
+  function setData(columns, rows) {
+    data = { columns, rows };
+    if (viewer.open && data.rows[open.row]) show(open.row, open.right);
+  }
+
+  function show(rowNumber, columnId) {
+    const row = data.rows[rowNumber], columns = data.columns.filter((column) => row.images[column.id]);
+    if (!columns.length) return;
+    const right = row.images[columnId] ? columnId : columns.at(-1).id;
+    const left = open && row.images[open.left] ? open.left : columns[0].id;
+    open = { row: rowNumber, left, right };
+    byId("viewer-title").textContent = row.prompt;
+    const describe = (column) => (row.labels ? `${column.label}, ${row.labels[column.id]}` : column.label);
+    for (const side of ["left", "right"]) {
+      const select = byId(`viewer-${side}`);
+      select.replaceChildren(...columns.map((c) => make("option", { value: c.id, textContent: describe(c) })));
+      select.value = open[side];
+      const picture = byId(side === "left" ? "viewer-under" : "viewer-over");
+      picture.alt = `${row.prompt}, ${describe(columns.find((column) => column.id === open[side]))}`;
+      const link = byId(`viewer-${side}-clip`), clip = (row.clips || {})[open[side]];
+      link.hidden = !clip;
+      if (clip) link.href = clip;
+    }
+    byId("viewer-under").src = row.images[open.left];
+    byId("viewer-over").src = row.images[open.right];
+    split();
+    if (!viewer.open) viewer.showModal();
+  }
+
+  const split = () => { byId("viewer-over").style.clipPath = `inset(0 0 0 ${byId("viewer-split").value}%)`; };
+
+  function move(stepBy, rowBy) {
+    const rowNumber = Math.min(data.rows.length - 1, Math.max(0, open.row + rowBy)), row = data.rows[rowNumber];
+    const columns = data.columns.filter((column) => row.images[column.id]);
+    if (!columns.length) return;
+    const at = columns.findIndex((column) => column.id === open.right) + stepBy;
+    show(rowNumber, columns[Math.min(columns.length - 1, Math.max(0, at))].id);
+  }
+
+  // The picture that is seen alone is the other one then.
+  function changeSides() {
+    byId("viewer-split").value = +byId("viewer-split").value >= 50 ? 0 : 100;
+    split();
+  }
+
+  function toggleFullScreen() {
+    if (document.fullscreenElement) document.exitFullscreen();
+    else viewer.requestFullscreen?.().catch(() => {});
+  }
+
+  byId("viewer-split").addEventListener("input", split);
+  byId("viewer-close").addEventListener("click", () => viewer.close());
+  byId("viewer-full").addEventListener("click", toggleFullScreen);
+  viewer.addEventListener("close", () => { if (document.fullscreenElement) document.exitFullscreen(); });
+  for (const side of ["left", "right"]) {
+    byId(`viewer-${side}`).addEventListener("change", (event) => { open[side] = event.target.value; show(open.row, open.right); });
+  }
+  byId("viewer-stage").addEventListener("pointermove", (event) => {
+    const box = byId("viewer-under").getBoundingClientRect();
+    byId("viewer-split").value = 100 * (event.clientX - box.left) / box.width;
+    split();
+  });
+  viewer.addEventListener("keydown", (event) => {
+    if (event.target.matches("input, select") || event.ctrlKey || event.metaKey || event.altKey) return;
+    const by = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];
+    const step = { "<": -1, ",": -1, ">": 1, ".": 1 }[event.key];
+    if (by) move(...by);
+    else if (step && onStep) onStep(step);
+    else if (event.key.toLowerCase() === "f") toggleFullScreen();
+    else if (event.key === " " && !event.target.matches("button")) changeSides();
+    else return;
+    event.preventDefault();
+  });
+  return { setData, show, listenToSteps: (listener) => { onStep = listener; } };
+})();
