@@ -17,6 +17,7 @@ from .quantized_keys import (
     TORCHAO_ACTIVATIONS,
     TORCHAO_SCALE,
     TORCHAO_VALUES,
+    TORCHAO_ZERO,
     StoredFormat,
     find_stored_formats,
     find_torchao_weights,
@@ -83,10 +84,10 @@ def read_files_header(paths: list[Path]) -> CheckpointHeader:
     formats, side = find_stored_formats(shapes, dtypes, read_bytes, metadata), list_side_tensors(shapes)
     weights = {key: formats[key].shape if key in formats else shapes[key] for key in shapes if key not in side}
     names = dict[str, str]()
-    torchao = find_torchao_weights(shapes, dtypes, metadata)
+    torchao = find_torchao_weights(shapes, dtypes, metadata, read_bytes)
     if torchao:
         starts = {key.removesuffix(TORCHAO_VALUES) for key, _ in torchao.values()}
-        ends = (TORCHAO_VALUES, TORCHAO_SCALE, *TORCHAO_ACTIVATIONS)
+        ends = (TORCHAO_VALUES, TORCHAO_SCALE, TORCHAO_ZERO, *TORCHAO_ACTIVATIONS)
         parts = {start + end for start in starts for end in ends}
         weights = {key: shape for key, shape in weights.items() if key not in parts}
     for name, (key, stored) in torchao.items():

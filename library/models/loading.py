@@ -29,6 +29,7 @@ from .model_configs import (
     QUANTIZATION,
     ConfigReader,
     JsonDict,
+    ModelError,
     build_folder_reader,
     build_hub_reader,
     is_component,
@@ -410,7 +411,10 @@ def _raise_config_error(model: DetectedModel, component: str) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:  # a RuntimeError that is not the files' fault
         raise
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
+    except (
+        *(OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AttributeError),
+        ModelError,
+    ) as error:
         path = (
             model.component_sources[component].path_or_id if component in model.component_sources else model.path_or_id
         )

@@ -37,8 +37,8 @@ TORCHAO_CLASSES = "Int8Tensor", "Float8Tensor"
 TORCHAO_VALUES, TORCHAO_SCALE = "_qdata", "_scale"
 TORCHAO_ACTIVATIONS = "_act_quant_scale", "_act_quant_zero_point"
 """The ends of the names of tensors that only inference with quantized inputs uses."""
-TORCHAO_OTHERS = "_zero_point", "_act_pre_scale"
-"""The ends of the names of tensors that change what the values stand for, and are not read."""
+TORCHAO_ZERO, TORCHAO_FACTORS = "_zero_point", "_act_pre_scale"
+"""The ends of the names of tensors that change what the values stand for: only zero points that are 0 are read."""
 
 OTHER_FILES = "use a file of this model in bf16, fp16, fp8 or GGUF"
 
@@ -91,7 +91,10 @@ def find_stored_formats(
 
 
 def find_torchao_weights(
-    shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str], metadata: Mapping[str, str]
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, str],
+    metadata: Mapping[str, str],
+    read_bytes: Callable[[str], bytes],
 ) -> dict[str, tuple[str, StoredFormat]]:
     """Find the weights of torchao in a safetensors file: the keys of their values, and their formats."""
     found = {}
@@ -105,7 +108,8 @@ def find_torchao_weights(
             kind = str(json.loads(metadata[name])["_type"])
         except (ValueError, KeyError, TypeError):
             kind = "an unknown class"
-        is_other = any(start + end in shapes for end in TORCHAO_OTHERS) or start + TORCHAO_SCALE not in shapes
+        is_other = start + TORCHAO_FACTORS in shapes or start + TORCHAO_SCALE not in shapes
+        is_other |= start + TORCHAO_ZERO in shapes and any(read_bytes(start + TORCHAO_ZERO))
         if kind not in TORCHAO_CLASSES or is_other or dtypes[key] not in (*FP8_TYPES, "I8"):
             raise ModelError(f"has weights of torchao in {kind} with values that are not read; {OTHER_FILES}")
         quant_type = "int8" if dtypes[key] == "I8" else "fp8"

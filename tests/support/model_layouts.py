@@ -262,6 +262,8 @@ def quantize_torchao(
         values = tensor.float() / scale
         values = values.round().to(torch.int8) if kind == "int8" else values.to(torch.float8_e4m3fn)
         result[f"{base}._weight_qdata"], result[f"{base}._weight_scale"] = values, scale
+        if kind == "int8":
+            result[f"{base}._weight_zero_point"] = torch.zeros_like(scale, dtype=torch.int8)
         metadata[key] = json.dumps({"_type": f"{kind.capitalize()}Tensor", "_tensor_data_names": ["qdata", "scale"]})
         reference[key] = values.float() * scale
     return result, metadata, reference
