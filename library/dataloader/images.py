@@ -255,7 +255,8 @@ def _average_blocks(image: Pixels, block: tuple[int, int]) -> Pixels:
     for part in parts:
         sums += part
     if block == (2, 2):
-        return ((sums + 2) >> 2).astype(np.uint8)
+        halves_up: Pixels = ((sums + 2) >> 2).astype(np.uint8)
+        return halves_up
     return np.rint(sums.astype(np.float32) * np.float32(1 / (block[0] * block[1]))).astype(np.uint8)
 
 
