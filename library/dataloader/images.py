@@ -254,10 +254,12 @@ def _average_blocks(image: Pixels, block: tuple[int, int]) -> Pixels:
     sums = np.zeros(parts[0].shape, np.int32)
     for part in parts:
         sums += part
+    averaged: Pixels
     if block == (2, 2):
-        halves_up: Pixels = ((sums + 2) >> 2).astype(np.uint8)
-        return halves_up
-    return np.rint(sums.astype(np.float32) * np.float32(1 / (block[0] * block[1]))).astype(np.uint8)
+        averaged = ((sums + 2) >> 2).astype(np.uint8)
+    else:
+        averaged = np.rint(sums.astype(np.float32) * np.float32(1 / (block[0] * block[1]))).astype(np.uint8)
+    return averaged
 
 
 def _average_along(
