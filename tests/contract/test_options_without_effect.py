@@ -3,27 +3,41 @@
 The cases are generated from the facts of the options, so a new option has its test when it has its field.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from data_paths import ROOT
-from option_cases import MUSUBI_IMAGES, OPTIONS, Case, build_met, build_unmet, choose_value, list_cases
+from option_cases import MUSUBI_IMAGES, OPTIONS, STORED, Case, build_met, build_unmet, choose_value, list_cases
 from problem_lines import format_lines, format_unused
 
 from library import cli
 from library.config.help import format_help
 from library.config.options import flatten_config
 from library.config.parser import format_unused_settings
+from library.models.model_configs import load_bundled_config
 from library.tools.import_config import format_toml
 from library.training.preflight import find_settings_problems, load_settings
 
 FORMS = ("flag", "file", "sd-scripts file")
 
 
+def write_stored_model(folder: Path) -> None:
+    """Write the configurations of a model whose transformer is stored in nf4, which is all that settings need."""
+    files = {name: dict(content) for name, content in load_bundled_config("flux_tiny").items()}
+    settings = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    files["transformer/config.json"]["quantization_config"] = settings
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps(content), "utf-8")
+
+
 def write_images(folder: Path, case: Case) -> list[str]:
     """Write a dataset file for a case, and return the flags that select it."""
     (folder / "images" / "more").mkdir(parents=True, exist_ok=True)
+    if case.model == STORED:
+        write_stored_model(folder / STORED)
     if not case.has_dataset_file:
         return ["--resolution", "64", "--pretrained_model_name_or_path", case.model]
     path = folder / "set.toml"

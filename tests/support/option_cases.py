@@ -65,6 +65,8 @@ class Case:
 
 LYCORIS = {"network_module": "lycoris.kohya", "network_args": ["algo=boft"]}
 PROMPTS = {"sample_prompts": "a bird on a branch", "sample_sampler": "heun"}
+STORED = "stored_in_nf4"
+"""The folder of a model whose transformer is stored quantized; ``write_stored_model`` writes it."""
 FLOW, V_PREDICTION = "random:flux:tiny", {"v_parameterization": True}
 WITHOUT: dict[Trait, Case] = {
     Trait.COMPILED: Case(),
@@ -87,6 +89,7 @@ WITHOUT: dict[Trait, Case] = {
     Trait.NOISE_PREDICTION: Case(V_PREDICTION),
     Trait.GUIDANCE: Case(),
     Trait.TEXT_ENCODERS: Case(model="random:z_image:tiny"),
+    Trait.STORED_QUANTIZED: Case(),
 }
 """A run that lacks a trait."""
 WITH: dict[Trait, Case] = {
@@ -99,6 +102,7 @@ WITH: dict[Trait, Case] = {
     Trait.FLOW: Case(model=FLOW),
     Trait.V_PREDICTION: Case(V_PREDICTION),
     Trait.GUIDANCE: Case(model=FLOW),
+    Trait.STORED_QUANTIZED: Case(model=STORED),
 }
 """A run that has a trait, where that of most cases does not."""
 

@@ -126,7 +126,6 @@ EXPECTED = {
         "network_train_unet_only": False,
         "unet_lr": 2e-4,
         "text_encoder_lr": (5e-5,),
-        "learning_rate": 4e-4,
         "lr_warmup_steps": StepsOrRatio(0.05, is_ratio=True),
         "lr_scheduler_num_cycles": 3,
         "max_train_epochs": 12,
@@ -198,8 +197,7 @@ EXPECTED = {
         "gradient_checkpointing": True,  # its default
     },
     "onetrainer_sdxl.json": {
-        "learning_rate": 1e-4 * math.sqrt(8),  # the root of batch size 4 by 2 accumulation steps
-        "unet_lr": 2e-4 * math.sqrt(8),
+        "unet_lr": 2e-4 * math.sqrt(8),  # the root of batch size 4 by 2 accumulation steps
         "text_encoder_lr": (5e-5 * math.sqrt(8), 0.0),
         "gradient_accumulation_steps": 2,
         "max_train_epochs": 20,
