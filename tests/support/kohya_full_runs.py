@@ -70,7 +70,7 @@ class FullCase:
         return [*COMMON.split(), *self.flags.split(), *accumulation, "--output_name", "lora", *paths]
 
 
-# Gradients that are zero but for rounding would give updates of full size, of random sign; eps keeps them small.
+# Gradients that are zero but for rounding would give AdamW updates of full size, of random sign; eps keeps them small.
 CASES: Mapping[str, FullCase] = {
     "unet": FullCase(
         "fine_tune.py",
@@ -98,14 +98,6 @@ CASES: Mapping[str, FullCase] = {
         " --no_half_vae",
         ((96, 96), (192, 192), (64, 128), (128, 256)),
         2,
-    ),
-    "sdxl_fused": FullCase(
-        "sdxl_train.py",
-        "--learning_rate 1e-3 --fused_backward_pass --optimizer_type Adafactor --optimizer_args relative_step=False"
-        " scale_parameter=False warmup_init=False eps=(1e-7,1e-3) --lr_scheduler constant_with_warmup --lr_warmup_steps 4"
-        " --max_grad_norm 0.02 --no_half_vae",
-        ((96, 96), (192, 192), (96, 96), (288, 288)),
-        4,
     ),
 }
 
