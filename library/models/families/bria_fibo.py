@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...adapters.original_module_names import CONVERTED_BY_COMFYUI_KEYS
+from ...adapters.original_module_names import KeyStyle
 from ...adapters.token_layout import OTHER_TOKENS, TokenLayout
 from ...registry import copy_class_name
 from ..base import BaseModelInfo, Family
@@ -44,6 +44,9 @@ def _match_bria_fibo(read: ConfigReader) -> FamilyMatch:
     return match_flow_model(read, 1, f"the transformer has {blocks}", patch_size=1)
 
 
+FIBO_KEYS = KeyStyle("diffusers", unread_in_diffusers={"kohya": "loads nothing of this layout"})
+
+
 FACTS = FamilyFacts(
     title="Bria FIBO",
     pipeline=PipelineFacts(class_name="BriaFiboPipeline", num_parameters=8_285_836_848, hub_id="briaai/FIBO"),
@@ -51,7 +54,7 @@ FACTS = FamilyFacts(
     lora=FamilyLora(
         # The attention of all blocks.
         targets=JOINT_ATTENTION_LORA_TARGET_MODULES,
-        key_style=CONVERTED_BY_COMFYUI_KEYS,
+        key_style=FIBO_KEYS,
         format="diffusers",
         modelspec_architecture="bria-fibo",
     ),
