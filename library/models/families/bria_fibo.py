@@ -6,9 +6,10 @@ The blocks are those of FLUX.1.  Before each, half of the width of the text is r
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ...adapters.original_module_names import KeyStyle
+from ...adapters.original_module_names import CONVERTED_BY_COMFYUI_KEYS
 from ...adapters.token_layout import OTHER_TOKENS, TokenLayout
 from ...registry import copy_class_name
 from ..base import BaseModelInfo, Family
@@ -44,7 +45,7 @@ def _match_bria_fibo(read: ConfigReader) -> FamilyMatch:
     return match_flow_model(read, 1, f"the transformer has {blocks}", patch_size=1)
 
 
-FIBO_KEYS = KeyStyle("diffusers", unread_in_diffusers={"kohya": "loads nothing of this layout"})
+FIBO_KEYS = replace(CONVERTED_BY_COMFYUI_KEYS, is_comfy_format_alone_in_diffusers=True)
 
 
 FACTS = FamilyFacts(
