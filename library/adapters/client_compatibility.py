@@ -110,6 +110,7 @@ def _iter_losses_in_diffusers(
         yield "loads no changes of biases (diff_b)"
     unread = style.unread_in_diffusers.get(file_format)
     is_converted = style.is_read_by_diffusers and (is_kohya or style.is_comfy_format_in_diffusers)
+    is_converted |= style.is_comfy_format_alone_in_diffusers and not is_kohya
     if not (unread or is_plain or is_converted):
         yield "loads nothing of this layout" if is_kohya else "does not load this layout"
         return

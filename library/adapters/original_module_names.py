@@ -197,6 +197,8 @@ class KeyStyle:
     """Whether diffusers converts kohya files of this style."""
     is_comfy_format_in_diffusers: bool = True
     """Whether diffusers loads LoRA in ComfyUI's format, which has alphas."""
+    is_comfy_format_alone_in_diffusers: bool = False
+    """Whether diffusers loads LoRA in ComfyUI's format, though it converts no kohya files of this style."""
     has_original_names_in_diffusers: bool = False
     """Whether diffusers and ComfyUI both read the original names after ``diffusion_model.``, and ComfyUI no others."""
     diffusers_width: int | None = None

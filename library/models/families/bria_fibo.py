@@ -6,6 +6,7 @@ The blocks are those of FLUX.1.  Before each, half of the width of the text is r
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...adapters.original_module_names import CONVERTED_BY_COMFYUI_KEYS
@@ -44,6 +45,9 @@ def _match_bria_fibo(read: ConfigReader) -> FamilyMatch:
     return match_flow_model(read, 1, f"the transformer has {blocks}", patch_size=1)
 
 
+FIBO_KEYS = replace(CONVERTED_BY_COMFYUI_KEYS, is_comfy_format_alone_in_diffusers=True)
+
+
 FACTS = FamilyFacts(
     title="Bria FIBO",
     pipeline=PipelineFacts(class_name="BriaFiboPipeline", num_parameters=8_285_836_848, hub_id="briaai/FIBO"),
@@ -51,7 +55,7 @@ FACTS = FamilyFacts(
     lora=FamilyLora(
         # The attention of all blocks.
         targets=JOINT_ATTENTION_LORA_TARGET_MODULES,
-        key_style=CONVERTED_BY_COMFYUI_KEYS,
+        key_style=FIBO_KEYS,
         format="diffusers",
         modelspec_architecture="bria-fibo",
     ),
