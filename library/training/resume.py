@@ -114,7 +114,7 @@ def _hash_training_adapter(adapter: AdapterConfig) -> str | None:
 
 def find_settings_without_effect(config: RunConfig, detected: DetectedModel) -> Collection[str]:
     """Find the settings without effect on this run that older checkpoints recorded as they were set."""
-    return find_unused_options(config, {"learning_rate"}, collect_model_traits(detected, config.adapter))
+    return find_unused_options(config, frozenset({"learning_rate"}), collect_model_traits(detected, config.adapter))
 
 
 def find_changes(
