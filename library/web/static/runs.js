@@ -44,7 +44,10 @@
   }
 
   // Does it, shows both lists as they are now, and says what was done or what is wrong.
+  let isChanging = false;
   async function change(action, text) {
+    if (isChanging) return;  // a double click is one
+    isChanging = true;
     try {
       await action();
       byId("deleted-line").hidden = !text;
@@ -52,6 +55,7 @@
       showProblems(byId("job-problems"), []);
       await Promise.all([showRows(), showDeleted()]);
     } catch (error) { showProblems(byId("job-problems"), listProblems(error)); }
+    isChanging = false;
     returnFocus(byId("deleted").querySelector("button"), filter);
   }
 
