@@ -20,7 +20,7 @@ from .picture_pages import take_json
 from .workbench import JSONAnswer, get_workbench
 
 IMPORTS_FOLDER = "imports"
-MAX_FILES, MAX_NAME_LENGTH, MAX_PATH_LENGTH, MAX_DEPTH = 8, 120, 1024, 40
+MAX_FILES, MAX_NAME_BYTES, MAX_PATH_LENGTH, MAX_DEPTH = 8, 240, 1024, 40
 
 
 def import_files(request: Request, body: Mapping[str, Any]) -> Response:
@@ -41,7 +41,7 @@ def import_files(request: Request, body: Mapping[str, Any]) -> Response:
         except UserError as error:
             raise UserError(*(_name_dropped_file(each, paths[0].parent) for each in error.problems)) from None
     settings_file = min(target.glob("*.toml"), key=lambda path: len(path.name))  # beside that of the dataset
-    report = report.replace(f"{paths[0].parent}/", "").replace(str(folders.folders[0]), ".")
+    report = _shorten(report, (f"{paths[0].parent}/", f"{paths[0].parent}\\", f"{folders.folders[0]}/"))
     return JSONAnswer({"report": report, "file": folders.make_key(settings_file)})
 
 
@@ -55,9 +55,10 @@ def _take_files(files: Any) -> dict[str, str]:
         if not isinstance(name, str) or not isinstance(text, str):
             raise UserError("expected the names and texts of files")
         plain = name.replace("\\", "/").rpartition("/")[2]
-        if not plain.isprintable() or plain.startswith(".") or not 0 < len(plain) <= MAX_NAME_LENGTH or ":" in plain:
+        is_name = plain.isprintable() and not plain.startswith(".") and ":" not in plain
+        if not is_name or not 0 < len(plain.encode()) <= MAX_NAME_BYTES:
             raise UserError(report_file(name, "no name of a configuration file", "rename it"))
-        if not _is_unicode(name + text):
+        if not _is_unicode(text):
             raise UserError(report_file(plain, "is no text in UTF-8"))
         if plain in texts:
             raise UserError(report_file(plain, "is there twice", "drop the files of one run"))

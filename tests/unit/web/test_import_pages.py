@@ -76,6 +76,7 @@ def test_a_file_whose_name_is_like_that_of_a_dataset_file_is_imported(tmp_path):
         [{"name": "a.txt", "text": "{}"}],
         [{"name": "../../.bashrc", "text": "{}"}],
         [{"name": "a\n.json", "text": "{}"}],
+        [{"name": f"{'라' * 90}.json", "text": "{}"}],
         [{"name": "a.json", "text": "{}"}, {"name": "b/a.json", "text": "{}"}],
         [{"name": "a.json", "text": "[" * 100_000}],
         [{"name": "a.yaml", "text": "[" * 5000}],
@@ -83,8 +84,13 @@ def test_a_file_whose_name_is_like_that_of_a_dataset_file_is_imported(tmp_path):
         [{"name": "a.yaml", "text": "a: 2020-02-31"}],
         [{"name": "a.toml", "text": f"a = {'1' * 5000}"}],
         [{"name": "a.json", "text": '{"a": "\ud800"}'}],
-        [{"name": "a.yaml", "text": "a0: &a0 [x]\n" + "\n".join(
-            f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 30))}],
+        [
+            {
+                "name": "a.yaml",
+                "text": "a0: &a0 [x]\n"
+                + "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 30)),
+            }
+        ],
     ],
 )
 def test_what_is_no_configuration_is_refused_in_words(tmp_path, files):

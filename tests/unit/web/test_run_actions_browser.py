@@ -102,7 +102,7 @@ def test_a_dropped_file_becomes_the_form_and_refusals_are_shown(browser, address
       document.body.dispatchEvent(new DragEvent("drop", { dataTransfer: data, bubbles: true, cancelable: true }));
     }"""
     page.evaluate(drop, [["<b>x'.json", "{"]])
-    page.wait_for_selector("#import-problems:has-text(\"<b>x'.json\")")
+    page.wait_for_selector('#import-problems:has-text("<b>x\'.json")')
     page.evaluate(drop, [[f"{number}.json", "x" * 800_000] for number in range(2)])
     page.wait_for_selector("#import-problems:has-text('the request is larger than 1 MiB')")
     page.evaluate(drop, [["kohya_sdxl.json", (DATA / "kohya_sdxl.json").read_text()]])
