@@ -94,6 +94,7 @@ def test_a_file_whose_name_is_like_that_of_a_dataset_file_is_imported(tmp_path):
     ],
 )
 def test_what_is_no_configuration_is_refused_in_words(tmp_path, files):
-    answer = open_page(tmp_path).post("/api/import", json={"files": files})
+    body, kind = json.dumps({"files": files}), {"Content-Type": "application/json"}
+    answer = open_page(tmp_path).post("/api/import", content=body, headers=kind)
     assert answer.status_code == 400 and answer.json()["problems"] and "lorikeet-import" not in answer.text
     assert not list(tmp_path.iterdir())
