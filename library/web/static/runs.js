@@ -73,6 +73,7 @@
     else if (confirm(tr("Delete these files for good?"))) change(() => ask("/api/deleted/remove", { entry }), "");
   });
 
+  if (location.hash === "#deleted-part") byId("deleted-part").open = true;  // from the page of a run that was deleted
   poll(async () => {
     if (!rows.contains(document.activeElement)) await showRows();
     return 4000;
