@@ -23,20 +23,20 @@ def read_files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def check_that_runs_are_noted_deleted_and_put_back(browser, address, tmp_path):
+def check_that_runs_are_noted_deleted_and_put_back(chromium, page_address, tmp_path):
     folder, errors = tmp_path / "output", list[str]()
     for name in ("it's <i>one<&>", "two"):
         write_run(folder, name, previews=2)
-    page = open_window(browser.new_context(), errors)
+    page = open_window(chromium.new_context(), errors)
 
     # A note that is HTML is text; leaving with an unsaved one is asked about, which a saved one is not.
-    page.goto(f"{address}runs/0/output/two")
+    page.goto(f"{page_address}runs/0/output/two")
     page.click("#note-part summary")
     page.fill("#note", "<img src=x onerror=alert(1)>\n'\"&amp;")
     page.wait_for_selector("#note-state:has-text('not saved yet')")
     page.click("#save-note")
     page.wait_for_selector("#note-state:text-is('saved')")
-    page.goto(f"{address}runs")
+    page.goto(f"{page_address}runs")
     assert page.inner_text(".note") == "<img src=x onerror=alert(1)>\n'\"&amp;"
     assert json.loads((folder / "two.notes.json").read_text())["note"] == "<img src=x onerror=alert(1)>\n'\"&amp;"
 
@@ -59,7 +59,7 @@ def check_that_runs_are_noted_deleted_and_put_back(browser, address, tmp_path):
     assert page.evaluate("document.activeElement.id") == "filter"
 
     # From the page of a run; for good only after a question.
-    page.goto(f"{address}runs/0/output/two")
+    page.goto(f"{page_address}runs/0/output/two")
     page.click("#delete")
     page.wait_for_selector("#deleted tr")
     page.once("dialog", lambda dialog: dialog.dismiss())
@@ -72,14 +72,14 @@ def check_that_runs_are_noted_deleted_and_put_back(browser, address, tmp_path):
     assert not errors
 
 
-def check_that_each_open_page_tells_that_a_run_has_ended(browser, address, tmp_path):
+def check_that_each_open_page_tells_that_a_run_has_ended(chromium, page_address, tmp_path):
     write_run(tmp_path, "alive", steps=3)
     (tmp_path / ".alive.lock").touch()
-    errors, context = list[str](), browser.new_context()
-    context.grant_permissions(["notifications"], origin=address.rstrip("/"))
+    errors, context = list[str](), chromium.new_context()
+    context.grant_permissions(["notifications"], origin=page_address.rstrip("/"))
     windows = [open_window(context, errors) for _ in range(2)]
     for window in windows:
-        window.goto(f"{address}runs")
+        window.goto(f"{page_address}runs")
     windows[0].click("#notify")
     windows[1].reload()
     windows[1].wait_for_function("sessionStorage.getItem('run-states') ?? ''.includes('running')")
@@ -90,10 +90,10 @@ def check_that_each_open_page_tells_that_a_run_has_ended(browser, address, tmp_p
     assert not windows[0].query_selector("#told p") and not errors
 
 
-def check_that_a_dropped_file_becomes_the_form_and_refusals_are_shown(browser, address, tmp_path):
+def check_that_a_dropped_file_becomes_the_form_and_refusals_are_shown(chromium, page_address, tmp_path):
     errors = list[str]()
-    page = open_window(browser.new_context(), errors)
-    page.goto(f"{address}new")
+    page = open_window(chromium.new_context(), errors)
+    page.goto(f"{page_address}new")
     drop = """(files) => {
       const data = new DataTransfer();
       for (const [name, text] of files) data.items.add(new File([text], name));
@@ -110,14 +110,14 @@ def check_that_a_dropped_file_becomes_the_form_and_refusals_are_shown(browser, a
     assert (tmp_path / "imports" / "kohya_sdxl" / "kohya_sdxl.toml").exists() and not errors
 
 
-def check_that_every_page_is_in_the_language_that_is_chosen(browser, address, tmp_path):
+def check_that_every_page_is_in_the_language_that_is_chosen(chromium, page_address, tmp_path):
     write_run(tmp_path, "one", previews=1)
     write_run(tmp_path, "two", previews=1)
     errors = list[str]()
-    page = open_window(browser.new_context(), errors)
+    page = open_window(chromium.new_context(), errors)
     paths = ("runs", "runs/0/one", "runs/compare?run=0/one&run=0/two", "pictures", "new", "lora", "train")
     for number, path in enumerate(paths):
-        page.goto(f"{address}{path}")
+        page.goto(f"{page_address}{path}")
         language = ("ko", "ja", "zh")[number % 3]
         page.select_option("#language", language)
         page.wait_for_selector(f"html[lang={language}]")
