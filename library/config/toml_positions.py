@@ -56,6 +56,8 @@ def read_toml_with_lines(path: Path) -> tuple[dict[str, Any], Mapping[KeyPath, i
         reason = message.replace(position[0] if position else " (at end of document)", "")
         fix = _suggest_toml_fix(text.splitlines()[line - 1] if line <= len(text.splitlines()) else "")
         raise ConfigError([Problem("", f"not valid TOML: {reason}", fix, Place(str(path), line))]) from None
+    except (RecursionError, ValueError) as error:  # nested too deeply; a number of thousands of digits
+        raise _build_error(path, f"not valid TOML: {error}") from None
     if problems := list(_report_escaped_paths(path, data, lines)):
         raise ConfigError(problems)
     return data, lines

@@ -151,8 +151,14 @@ def list_config_traits(config: RunConfig) -> dict[Trait, str | None]:
 
 
 def explain_own_rates(config: RunConfig, *, trains_text_encoders: bool) -> str | None:
-    """Say which options give every trained part a learning rate of its own; None if one has that of all."""
+    """Say which options give every trained part a learning rate of its own; None if one has that of all.
+
+    An optimizer by its import path gets the rate of all beside those of the parts, and some, such as Ranger21 and
+    Apollo of pytorch_optimizer, compute with it.
+    """
     adapter, optim, full = config.adapter, config.optim, config.full
+    if "." in (path := optim.optimizer_type.replace(":", ".")) and not path.startswith("torch.optim."):
+        return None
     setters = list[str]()
     if adapter.trains_denoiser:
         has_blocks = adapter.is_full and full.block_lr is not None and optim.learning_rate != 0

@@ -1,10 +1,12 @@
 """The components that a run trains, with which learning rates, and which text encoders stay as they are."""
 
+from dataclasses import replace
+
 from ..config.network_args import get_network_args
-from ..config.schema import AdapterConfig
+from ..config.schema import AdapterConfig, RunConfig
 from ..config.schema_objective import NoiseConfig
 from ..config.schema_optim import OptimConfig
-from ..config.unused_options import is_self_tuning_adafactor
+from ..config.unused_options import explain_own_rates, is_self_tuning_adafactor
 from ..diffusion.expert_selection import NoiseExperts
 from .detect import DetectedModel, get_config_reader
 from .facts import FamilyFacts
@@ -36,6 +38,20 @@ def select_extended_text_encoders(config: AdapterConfig, facts: FamilyFacts) -> 
 def get_embedding_lr(config: AdapterConfig, optim: OptimConfig) -> float:
     """Return the peak learning rate of the vectors of a new word."""
     return optim.learning_rate if config.embedding_lr is None else config.embedding_lr
+
+
+def record_used_rate(config: RunConfig, facts: FamilyFacts) -> RunConfig:
+    """Let ``learning_rate``, which metadata name as in sd-scripts, be a rate of a part where every part has its own."""
+    adapter, optim = config.adapter, config.optim
+    trains_text = bool(select_trained_text_encoders(adapter, optim, facts))
+    is_in_schedule = optim.lr_scheduler == "polynomial" or bool(optim.lr_scheduler_type)
+    if is_in_schedule or explain_own_rates(config, trains_text_encoders=trains_text) is None:
+        return config
+    text_lr = optim.text_encoder_lr[0] if trains_text else None
+    vectors_lr = adapter.embedding_lr if adapter.trains_embedding else None
+    rates = (optim.unet_lr if adapter.trains_denoiser else None, text_lr, vectors_lr)
+    used = next((rate for rate in rates if rate is not None), optim.learning_rate)  # block_lr has no one rate
+    return replace(config, optim=replace(optim, learning_rate=used))
 
 
 def caches_only_t5(config: AdapterConfig, optim: OptimConfig, facts: FamilyFacts) -> bool:

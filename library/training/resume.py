@@ -10,7 +10,7 @@ restored state.
 
 import logging
 import signal
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from ..config.options import flatten_config, iter_options
 from ..config.schema import AdapterConfig
 from ..config.schema_objective import NoiseConfig
 from ..config.schema_output import StateConfig
+from ..config.unused_options import find_unused_options
 from ..dataloader.batch_plan import get_planned_stages
 from ..dataloader.prepare import PreparedData
 from ..dataloader.run_plan import RunPlan
@@ -33,6 +34,7 @@ from ..distributed.signals import StopSignals
 from ..errors import RunInterrupted, UserError
 from ..models.detect import DetectedModel
 from ..models.own_families import compute_family_fingerprint, get_family_facts
+from ..models.validate_options import collect_model_traits
 from ..optim.optimizers import is_same_optimizer
 from ..parallel.quantize import BUILT_IN_KERNEL
 from ..parallel.shard_files import load_shards
@@ -110,8 +112,18 @@ def _hash_training_adapter(adapter: AdapterConfig) -> str | None:
     return compute_quick_file_fingerprint([adapter.training_adapter]) if adapter.training_adapter else None
 
 
-def find_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[SettingChange]:
-    """Find the differences between a checkpoint and the run that resumes from it."""
+def find_settings_without_effect(config: RunConfig, detected: DetectedModel) -> Collection[str]:
+    """Find the settings without effect on this run that older checkpoints recorded as they were set."""
+    return find_unused_options(config, frozenset({"learning_rate"}), collect_model_traits(detected, config.adapter))
+
+
+def find_changes(
+    saved: Mapping[str, Any], current: Mapping[str, Any], without_effect: Collection[str] = ()
+) -> Iterator[SettingChange]:
+    """Find the differences between a checkpoint and the run that resumes from it.
+
+    Settings ``without_effect`` are not compared: they had none in the checkpoint's run, if all others are equal.
+    """
     for key in COMPARED_METADATA:
         if saved.get(key) != current.get(key):  # None: without training adapter
             yield SettingChange(key, saved.get(key), current.get(key), changes_result=True)
@@ -125,7 +137,7 @@ def find_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterat
         old = saved_settings.get(name, option.default)  # an option that is newer than the checkpoint
         if name == "optimizer_type" and is_same_optimizer(old, new):
             continue
-        if old != new and option.group != "state":
+        if old != new and option.group != "state" and name not in without_effect:
             is_compared = option.changes_result and not option.is_compared_by_content
             yield SettingChange(name, old, new, changes_result=is_compared)
 
@@ -198,6 +210,7 @@ class Resume:
                 prepared,
                 first_step=plan.first_step,
                 force_resume=config.state.force_resume,
+                without_effect=find_settings_without_effect(config, detected),
             )
         )
         saved_split = checkpoint.metadata.get("split", self.metadata["split"])
@@ -316,12 +329,13 @@ def _check_changes(
     *,
     first_step: int,
     force_resume: bool,
+    without_effect: Collection[str],
 ) -> None:
     """Warn of every changed setting; raise if one changes the result, unless ``--force_resume`` is given."""
     saved_data = checkpoint.metadata["data"]
     if saved_data != current["data"] and saved_data == prepared.manifest.compute_former_fingerprint():
         current = {**current, "data": saved_data}
-    found = find_changes(checkpoint.metadata, current)
+    found = find_changes(checkpoint.metadata, current, without_effect)
     changes = list(judge_first_step(found, checkpoint_step=checkpoint.step, first_step=first_step))
     if digests := checkpoint.metadata.get("sample_digests"):
         detail = f" ({prepared.manifest.describe_difference(digests)})"

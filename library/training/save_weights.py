@@ -20,6 +20,7 @@ from ..config.schema_output import SaveConfig
 from ..dataloader.batch_plan import get_planned_stages
 from ..dataloader.prepare import PreparedData
 from ..errors import UserError
+from ..models.trained_components import record_used_rate
 from ..optim.optimizers import use_eval_weights
 from ..problems import report_file
 from ..randomness import Purpose, derive_seed
@@ -141,7 +142,7 @@ class SaveWeights(ABC):
             timestep_sampling=facts.training_noise.timestep_sampling,
             metadata=info.metadata,
         )
-        return build_metadata(config, model, self._collect_run_facts(run), SOFTWARE)
+        return build_metadata(record_used_rate(config, facts), model, self._collect_run_facts(run), SOFTWARE)
 
     def _get_rank_and_alpha(self, run: TrainingRun) -> tuple[int | str, float | str]:
         """Return the rank and alpha of the adapter for metadata; full training has none."""

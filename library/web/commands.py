@@ -31,6 +31,7 @@ class Command:
     process: "subprocess.Popen[bytes]"
     folder: "tempfile.TemporaryDirectory[str]"
     started_at: float
+    words: Sequence[str] = ()
     is_stopped: bool = False
 
     def read_progress(self) -> Mapping[str, Any] | None:
@@ -73,9 +74,15 @@ class CommandRunner:
                     words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment
                 )
             name = uuid.uuid4().hex[:12]
-            self._commands[name] = Command(process, folder, time.monotonic())
+            self._commands[name] = Command(process, folder, time.monotonic(), words)
             self._forget_finished()
             return name
+
+    def find_running(self, words: Sequence[str]) -> str | None:
+        """Return the id of a command that runs already, such as for a page that was loaded again."""
+        with self._lock:
+            running = {name: command for name, command in self._commands.items() if command.process.poll() is None}
+            return next((name for name, each in running.items() if [*each.words] == [*words]), None)
 
     def _forget_finished(self) -> None:
         """Forget the oldest commands that have ended, as far as there are too many; those that run are kept."""

@@ -5,6 +5,7 @@ for good.
 """
 
 import json
+import math
 import os
 import re
 import shutil
@@ -19,7 +20,7 @@ from ..errors import UserError
 from ..problems import report_file
 from .folders import OpenedFolders
 from .jobs import FOLDER
-from .runs import SUMMARY_END, Run
+from .runs import METRICS_END, SUMMARY_END, Run
 from .validate_requests import HEADER
 
 DELETED_FOLDER, MANIFEST = "deleted", "deleted.json"
@@ -48,8 +49,11 @@ class DeletedRun:
 
     @property
     def num_bytes(self) -> int:
-        sizes = (path.lstat().st_size for path in self.entry.rglob("*") if path.name != MANIFEST)
-        return sum(sizes)
+        total = 0
+        for path in self.entry.rglob("*"):
+            with suppress(OSError):  # it is put back or removed just now
+                total += path.lstat().st_size if path.name != MANIFEST else 0
+        return total
 
     def restore(self) -> None:
         """Put all files back; none if a file of that name is there again."""
@@ -60,12 +64,24 @@ class DeletedRun:
                 *(report_file(path, "is there again", "rename it, then put the run back") for path in paths)
             )
         _move_all([(self.entry / name, self.folder / name) for name in names])
-        self.remove()
+        self._close()
 
     def remove(self) -> None:
         """Remove what is left of it for good."""
         shutil.rmtree(self.entry)
-        for folder in (self.entry.parent, self.entry.parents[1]):  # hidden folders that are empty
+        self._remove_empty_folders()
+
+    def _close(self) -> None:
+        """Remove the entry if none of its files is left in it; those that could not be moved stay listed."""
+        if next(_iter_moved(self.entry), None) is None:
+            (self.entry / MANIFEST).unlink(missing_ok=True)
+            for folder in (self.entry / SAMPLE_FOLDER, self.entry):
+                with suppress(OSError):
+                    folder.rmdir()
+            self._remove_empty_folders()
+
+    def _remove_empty_folders(self) -> None:
+        for folder in (self.entry.parent, self.entry.parents[1]):
             with suppress(OSError):
                 folder.rmdir()
 
@@ -81,14 +97,15 @@ def delete_run(run: Run) -> DeletedRun:
         write_atomic(entry / MANIFEST, manifest.encode())
         _move_all([(path, entry / path.relative_to(run.folder)) for path in files])
     except BaseException:
-        deleted.remove()
+        deleted._close()
         raise
     return deleted
 
 
 def list_run_files(run: Run) -> list[Path]:
     """List the files and checkpoint folders that belong to a run, and to no other whose name begins like it."""
-    others = {path.name.removesuffix(SUMMARY_END) for path in run.folder.glob(f"*{SUMMARY_END}")}
+    ends = (SUMMARY_END, METRICS_END)  # runs of version 0.1 have only the latter
+    others = {path.name.removesuffix(end) for end in ends for path in run.folder.glob(f"*{end}")}
     longer = [name for name in others if name.startswith(run.name) and name != run.name]
     found = []
     for path in sorted(run.folder.iterdir()):
@@ -133,7 +150,8 @@ def _read_entries(folder: Path) -> Iterator[DeletedRun]:
     for entry in entries:
         with suppress(OSError, ValueError, KeyError, TypeError):
             values = json.loads((entry / MANIFEST).read_text("utf-8"))
-            yield DeletedRun(entry, str(values["name"]), float(values["deleted_at"]))
+            deleted_at = float(values["deleted_at"])
+            yield DeletedRun(entry, str(values["name"]), deleted_at if math.isfinite(deleted_at) else 0.0)
 
 
 def _iter_moved(entry: Path) -> Iterator[Path]:

@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from .picture_pages import take_json
 from .workbench import JSONAnswer, get_workbench
 
 IMPORTS_FOLDER = "imports"
-MAX_FILES, MAX_NAME_LENGTH, MAX_PATH_LENGTH, MAX_DEPTH = 8, 120, 1024, 40
+MAX_FILES, MAX_NAME_BYTES, MAX_PATH_LENGTH, MAX_DEPTH = 8, 240, 1024, 40
 
 
 def import_files(request: Request, body: Mapping[str, Any]) -> Response:
@@ -39,8 +40,8 @@ def import_files(request: Request, body: Mapping[str, Any]) -> Response:
             report, _ = run_import_config([*map(str, paths), "--output_dir", str(target)])
         except UserError as error:
             raise UserError(*(_name_dropped_file(each, paths[0].parent) for each in error.problems)) from None
-    (settings_file,) = [path for path in target.glob("*.toml") if not path.name.endswith(".dataset.toml")]
-    report = report.replace(f"{paths[0].parent}/", "").replace(str(folders.folders[0]), ".")
+    settings_file = min(target.glob("*.toml"), key=lambda path: len(path.name))  # beside that of the dataset
+    report = _shorten(report, (f"{paths[0].parent}/", f"{paths[0].parent}\\", f"{folders.folders[0]}/"))
     return JSONAnswer({"report": report, "file": folders.make_key(settings_file)})
 
 
@@ -54,41 +55,59 @@ def _take_files(files: Any) -> dict[str, str]:
         if not isinstance(name, str) or not isinstance(text, str):
             raise UserError("expected the names and texts of files")
         plain = name.replace("\\", "/").rpartition("/")[2]
-        if not plain.isprintable() or plain.startswith(".") or not 0 < len(plain) <= MAX_NAME_LENGTH or ":" in plain:
+        is_name = plain.isprintable() and not plain.startswith(".") and ":" not in plain
+        if not is_name or not 0 < len(plain.encode()) <= MAX_NAME_BYTES:
             raise UserError(report_file(name, "no name of a configuration file", "rename it"))
+        if not _is_unicode(text):
+            raise UserError(report_file(plain, "is no text in UTF-8"))
         if plain in texts:
             raise UserError(report_file(plain, "is there twice", "drop the files of one run"))
         texts[plain] = text
     return texts
 
 
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _find_paths_outside(folders: OpenedFolders, source: SourceFile) -> Iterator[Problem]:
     """Find files and folders of this machine that a file names and that are not open: none of them is read."""
-    for text in dict.fromkeys(_iter_texts(source.content, 0)):
-        if len(text) <= MAX_PATH_LENGTH and _exists(text) and not folders.contains(text):
-            way_out = f"restart the page with --root {Path(text).expanduser().resolve().parent}"
-            yield report_file(source.path, f"names {text}, which is outside of the opened folders", way_out)
+    own = source.path.parent
+    for text in dict.fromkeys(_iter_texts(source.content, 0, set())):
+        for path in _resolve_existing(text, own) if len(text) <= MAX_PATH_LENGTH else ():
+            if not folders.contains(path) and not path.is_relative_to(own):
+                way_out = f"restart the page with --root {path.parent}"
+                yield report_file(source.path, f"names {text}, which is outside of the opened folders", way_out)
+                break
 
 
-def _iter_texts(content: Any, depth: int) -> Iterator[str]:
-    if depth > MAX_DEPTH:
+def _iter_texts(content: Any, depth: int, seen: set[int]) -> Iterator[str]:
+    """Iterate over the texts in tables and lists; one that YAML refers to again and again is looked at once."""
+    if depth > MAX_DEPTH or (not isinstance(content, str) and id(content) in seen):
         return
+    seen.add(id(content))
     if isinstance(content, str):
         # A file with environment variables is one text, whose values are paths.
         yield from [content, *(line.partition("=")[2].strip().strip("'\"") for line in content.splitlines())]
     elif isinstance(content, dict):
         for value in content.values():
-            yield from _iter_texts(value, depth + 1)
+            yield from _iter_texts(value, depth + 1, seen)
     elif isinstance(content, (list, tuple)):
         for value in content:
-            yield from _iter_texts(value, depth + 1)
+            yield from _iter_texts(value, depth + 1, seen)
 
 
-def _exists(text: str) -> bool:
-    try:
-        return bool(text.strip()) and Path(text).expanduser().exists()
-    except (OSError, ValueError, RuntimeError):
-        return False
+def _resolve_existing(text: str, own: Path) -> Iterator[Path]:
+    """Resolve the paths that a text is, from the working directory and from the folder of the file itself."""
+    for start in (Path.cwd(), own):
+        with suppress(OSError, ValueError, RuntimeError):
+            path = start / Path(text).expanduser()
+            if text.strip() and path.exists():
+                yield path.resolve()
 
 
 def _choose_folder(parent: Path, name: str) -> Path:

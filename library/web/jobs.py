@@ -149,14 +149,18 @@ class JobQueue:
                 self.jobs.remove(job)
                 self._save()
 
-    def forget_run(self, folder: Path, name: str) -> None:
-        """Take a run that is deleted off the list; raise ``UserError`` if it waits or runs."""
+    def check_ended(self, folder: Path, name: str) -> None:
+        """Raise ``UserError`` if a run that is to be deleted waits or runs."""
         with self._lock:
-            own = [job for job in self.jobs if (Path(job.folder), job.name) == (folder, name)]
-            if any(job.is_active for job in own):
+            if any(job.is_active and (Path(job.folder), job.name) == (folder, name) for job in self.jobs):
                 raise UserError(report_file(name, "is in the queue or running", "stop it first"))
-            if own:
-                self.jobs = [job for job in self.jobs if job not in own]
+
+    def forget_run(self, folder: Path, name: str) -> None:
+        """Take a run that is deleted off the list."""
+        with self._lock:
+            left = [job for job in self.jobs if job.is_active or (Path(job.folder), job.name) != (folder, name)]
+            if len(left) < len(self.jobs):
+                self.jobs = left
                 self._save()
 
     def _watch(self) -> None:
@@ -168,9 +172,10 @@ class JobQueue:
 
     def _run_jobs(self) -> None:
         while True:
+            now, power = self._read_power()
             with self._lock:
                 for job in [job for job in self.jobs if job.status in (RUNNING, STOPPING)]:
-                    self._check_ended(self._measure_energy(job))
+                    self._check_ended(self._measure_energy(job, now, power))
                 if not any(job.status in (RUNNING, STOPPING) for job in self.jobs):
                     waiting = next((job for job in self.jobs if job.status == WAITING), None)
                     if waiting is None:
@@ -179,13 +184,20 @@ class JobQueue:
                     self._start(waiting)
             time.sleep(POLL_SECONDS)
 
-    def _measure_energy(self, job: Job) -> Job:
+    def _read_power(self) -> tuple[float, float | None]:
+        """Read the power if that of a run is to be counted; outside of the lock, since nvidia-smi may take long."""
+        with self._lock:
+            ids = {job.id for job in self.jobs if job.status in (RUNNING, STOPPING)}
+            now = time.monotonic()
+            is_due = any(id_ not in self._meters or now >= self._meters[id_].next_at for id_ in ids)
+        return now, self.monitor.read_power() if is_due else None
+
+    def _measure_energy(self, job: Job, now: float, power: float | None) -> Job:
         """Add the energy since the last reading, every few seconds."""
         meter = self._meters.setdefault(job.id, EnergyMeter(job.watt_hours or 0.0))
-        now = time.monotonic()
         if now < meter.next_at:
             return job
-        meter.add(now, self.monitor.read_power())
+        meter.add(now, power)
         meter.next_at = now + ENERGY_SECONDS
         return self._replace(job, watt_hours=meter.watt_hours) if meter.has_power else job
 

@@ -9,7 +9,8 @@ from starlette.routing import Route
 
 from ..errors import UserError
 from ..problems import report_file
-from .deleted_runs import delete_run, find_deleted_runs, list_run_files, open_deleted_run
+from .deleted_runs import DELETED_FOLDER, delete_run, find_deleted_runs, list_run_files, open_deleted_run
+from .jobs import FOLDER
 from .picture_pages import take_json
 from .run_notes import RunNotes
 from .workbench import JSONAnswer, get_workbench, render_page
@@ -35,26 +36,33 @@ def delete_runs(request: Request, body: Mapping[str, Any]) -> Response:
     running = [run for key, run in chosen.items() if workbench.runs.describe(key, run).status == "running"]
     if running:
         raise UserError(*(report_file(run.name, "is running", "stop it first") for run in running))
-    for run in chosen.values():
-        for path in list_run_files(run):
-            workbench.folders.resolve(path.parent)
-        workbench.queue.forget_run(run.folder, run.name)
-        delete_run(run)
-    workbench.runs.forget_list()
+    with workbench.deletions:
+        for run in chosen.values():
+            workbench.queue.check_ended(run.folder, run.name)
+            workbench.folders.resolve(run.folder / FOLDER / DELETED_FOLDER)  # which may be a link
+            for path in list_run_files(run):
+                workbench.folders.resolve(path.parent)
+        for run in chosen.values():
+            delete_run(run)
+            workbench.queue.forget_run(run.folder, run.name)
+            workbench.runs.forget_list()
     return JSONAnswer({"count": len(chosen)})
 
 
 def restore_run(request: Request, body: Mapping[str, Any]) -> Response:
     """Put the files of a deleted run back."""
     workbench = get_workbench(request)
-    open_deleted_run(workbench.folders, str(body.get("entry", ""))).restore()
+    with workbench.deletions:
+        open_deleted_run(workbench.folders, str(body.get("entry", ""))).restore()
     workbench.runs.forget_list()
     return JSONAnswer({})
 
 
 def remove_run(request: Request, body: Mapping[str, Any]) -> Response:
     """Remove the files of a deleted run for good."""
-    open_deleted_run(get_workbench(request).folders, str(body.get("entry", ""))).remove()
+    workbench = get_workbench(request)
+    with workbench.deletions:
+        open_deleted_run(workbench.folders, str(body.get("entry", ""))).remove()
     return JSONAnswer({})
 
 

@@ -1,6 +1,7 @@
 """The state that all pages share: the opened folders, what was read of them, and the rendering of a page."""
 
 import json
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -55,6 +56,7 @@ class Workbench:
         self.forms = FormChecker(self.folders)
         self.queue = JobQueue(self.folders.folders[0])
         self.commands = CommandRunner()
+        self.deletions = threading.Lock()  # one request at a time moves the files of runs
         self.editors: dict[int, CaptionEditor] = {}
         self.undo_logs: dict[Path, UndoLog] = {}
         self.projects = ProjectShelf(self.folders)

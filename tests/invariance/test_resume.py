@@ -174,6 +174,19 @@ def test_settings_that_change_the_result_need_force_resume(uninterrupted_run, da
     assert count_logged_steps(folder) == STEPS
 
 
+def test_a_learning_rate_without_effect_that_an_older_checkpoint_recorded_is_not_compared(
+    uninterrupted_run, dataset, tmp_path
+):
+    folder = copy_as_killed(uninterrupted_run, tmp_path / "cut", 9)
+    path = folder / "lora-step00000009-state"
+    metadata, tensors = checkpoint_dir.read_checkpoint_info(path).metadata, load_file(path / "tensors.safetensors")
+    metadata["settings"] |= {"learning_rate": 3e-3, "unet_lr": 1e-2}
+    checkpoint_dir.write_checkpoint(path, metadata, tensors)
+    flags = build_flags(dataset, folder, "--unet_lr", "1e-2", "--learning_rate", "3e-3", "--auto_resume")
+    run_on_ranks(1, train, *flags)
+    assert_equal_files(uninterrupted_run, folder)
+
+
 def test_ema_and_loraplus_can_be_enabled_on_resume(uninterrupted_run, dataset, tmp_path):
     """With a learning rate of almost 0 after resume, the new EMA equals the adapter of the checkpoint."""
     folder = copy_as_killed(uninterrupted_run, tmp_path / "cut", 9)

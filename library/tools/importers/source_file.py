@@ -57,6 +57,10 @@ def _parse_yaml(text: str, path: Path) -> Any:
 
     try:
         return yaml.safe_load(text)
+    except RecursionError:
+        raise UserError(report_file(path, "not valid YAML: nested too deeply")) from None
+    except ValueError as error:  # such as of a date that does not exist
+        raise UserError(report_file(path, f"not valid YAML: {error}")) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = Place(str(path), None if mark is None else mark.line + 1)

@@ -310,13 +310,13 @@ def choose_model(request: Request, body: Mapping[str, Any]) -> Response:
 
 
 def start_download(request: Request, body: Mapping[str, Any]) -> Response:
-    """Download a model of the list, in a process that can be stopped and gone on with."""
+    """Download a model of the list, in a process that can be stopped and gone on with; go on showing one that runs."""
     workbench = get_workbench(request)
     choice = find_choice(workbench.folders, str(body.get("model", "")))
     if choice.place != "hub":
         raise UserError(f"{choice.title} is on this computer already")
     words = [sys.executable, "-m", "library.web.background", "models", "--download", choice.where]
-    return JSONAnswer({"id": workbench.commands.start(words)})
+    return JSONAnswer({"id": workbench.commands.find_running(words) or workbench.commands.start(words)})
 
 
 def find_card(request: Request, body: Mapping[str, Any]) -> Response:

@@ -25,12 +25,16 @@
     if (canNotify && Notification.permission === "granted") new Notification("Lorikeet", { body: text, tag: `${key} ${status}` });
   }
 
+  // What this window has seen last: each window tells.  A new one begins with what any other has seen.
+  const readBefore = () => JSON.parse(sessionStorage.getItem(KEY) ?? localStorage.getItem(KEY) ?? "{}");
+  function keep(states) { for (const storage of [sessionStorage, localStorage]) storage.setItem(KEY, JSON.stringify(states)); }
+
   // Also while the page is not seen, which is when one wants to be told.
   async function look() {
     if (isWanted()) {
       try {
-        const states = await ask("/api/states"), before = JSON.parse(localStorage.getItem(KEY) ?? "{}");
-        localStorage.setItem(KEY, JSON.stringify(states));
+        const states = await ask("/api/states"), before = readBefore();
+        keep(states);
         for (const [key, state] of Object.entries(states))
           if (before[key]?.status === "running" && state.status !== "running") tell(key, state);
       } catch { /* the page itself says when the server does not answer */ }
@@ -43,10 +47,10 @@
   button.addEventListener("click", async () => {
     const isOn = button.getAttribute("aria-pressed") === "true";
     localStorage.setItem(WANTED, isOn ? "no" : "yes");
-    localStorage.removeItem(KEY);
+    for (const storage of [sessionStorage, localStorage]) storage.removeItem(KEY);
     if (!isOn && canNotify && Notification.permission === "default") await Notification.requestPermission();
     button.setAttribute("aria-pressed", !isOn);
-    if (!isOn) { try { localStorage.setItem(KEY, JSON.stringify(await ask("/api/states"))); } catch { /* the next look asks again */ } }
+    if (!isOn) { try { keep(await ask("/api/states")); } catch { /* the next look asks again */ } }
   });
   look();
 })();

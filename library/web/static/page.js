@@ -33,7 +33,7 @@ async function ask(path, body) {
   const answer = await fetch(path, options);
   const isJson = (answer.headers.get("Content-Type") || "").startsWith("application/json");
   const value = isJson ? await answer.json() : await answer.text();
-  if (!answer.ok) throw new Refusal(isJson ? value.problems.map((each) => each.line) : [`${answer.status}: ${value}`]);
+  if (!answer.ok) throw new Refusal(isJson ? value.problems?.map((each) => each.line) ?? [value.error] : [`${answer.status}: ${value}`]);
   return value;
 }
 

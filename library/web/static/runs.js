@@ -44,7 +44,10 @@
   }
 
   // Does it, shows both lists as they are now, and says what was done or what is wrong.
+  let isChanging = false;
   async function change(action, text) {
+    if (isChanging) return;  // a double click is one
+    isChanging = true;
     try {
       await action();
       byId("deleted-line").hidden = !text;
@@ -52,6 +55,7 @@
       showProblems(byId("job-problems"), []);
       await Promise.all([showRows(), showDeleted()]);
     } catch (error) { showProblems(byId("job-problems"), listProblems(error)); }
+    isChanging = false;
     returnFocus(byId("deleted").querySelector("button"), filter);
   }
 
@@ -69,6 +73,7 @@
     else if (confirm(tr("Delete these files for good?"))) change(() => ask("/api/deleted/remove", { entry }), "");
   });
 
+  if (location.hash === "#deleted-part") byId("deleted-part").open = true;  // from the page of a run that was deleted
   poll(async () => {
     if (!rows.contains(document.activeElement)) await showRows();
     return 4000;

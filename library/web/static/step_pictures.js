@@ -119,6 +119,10 @@
   function openCrop(picture) {
     cropped = picture;
     byId("crop-name").textContent = picture.name;
+    // The buttons stay where they are while the picture is loaded.
+    const [width, height] = picture.size, frame = byId("crop-picture").style;
+    frame.aspectRatio = `auto ${width} / ${height}`;
+    frame.width = `min(${width}px, ${60 * width / height}vh)`;
     byId("crop-picture").src = address(picture, true);
     byId("crop-position").value = 50;
     placeCrop();

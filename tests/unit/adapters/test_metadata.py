@@ -19,10 +19,12 @@ from library.adapters.metadata import (
     add_model_hashes,
     build_metadata,
 )
+from library.config import parse_config
 from library.config.schema import AdapterConfig, ModelConfig, RunConfig, TrainConfig
 from library.config.schema_objective import LossConfig, NoiseConfig
 from library.config.schema_output import SaveConfig
 from library.models.families import FAMILIES, FAMILY_FACTS
+from library.models.trained_components import record_used_rate
 from library.training.save_weights import build_model_metadata
 
 MODEL = BaseModelMetadata("sd_v1", "stable-diffusion-v1", "epsilon")
@@ -96,6 +98,21 @@ def test_the_run_is_described_with_sd_scripts_keys():
     }
     assert actual.items() >= expected.items()
     assert all(type(value) is str for value in actual.values())
+
+
+@pytest.mark.parametrize(
+    ("family", "flags", "rate"),
+    [
+        ("sd1", "--network_train_unet_only --unet_lr 1e-5", 1e-5),
+        ("z_image", "--unet_lr 1e-5 --learning_rate 1e-3", 1e-5),
+        ("sd1", "--unet_lr 1e-5 --text_encoder_lr 1e-6 --no-network_train_unet_only", 1e-5),
+        ("sd1", "--unet_lr 1e-5 --learning_rate 1e-3 --no-network_train_unet_only", 1e-3),
+        ("sd1", "--network_train_unet_only --unet_lr 1e-5 --learning_rate 1e-3 --lr_scheduler polynomial", 1e-3),
+    ],
+)
+def test_the_learning_rate_of_the_metadata_is_one_that_is_used(family, flags, rate):
+    config = parse_config(["--train_data_dir", "a", "--resolution", "64", *flags.split()]).config
+    assert record_used_rate(config, FAMILY_FACTS[family]).optim.learning_rate == rate
 
 
 ALWAYS = """session_id training_started_at output_name learning_rate text_encoder_lr unet_lr num_train_images

@@ -37,6 +37,7 @@ from library.training.preflight import find_settings_problems, load_settings
             {"learning_rate": "unet_lr and text_encoder_lr are set"},
         ),
         ("--network_train_unet_only --learning_rate 1e-3 --unet_lr 1e-5 --lr_scheduler polynomial", {}),
+        ("--train full --learning_rate 1e-3 --unet_lr 1e-5 --optimizer_type pytorch_optimizer.Ranger21", {}),
         ("--train full --learning_rate 1e-3 --unet_lr 1e-5", {"learning_rate": "unet_lr is set"}),
         (
             "--train full --train_text_encoder --learning_rate 1e-3 --unet_lr 1e-5 --learning_rate_te 1e-6",

@@ -1,6 +1,7 @@
 """Files of other programs that are dropped become the same run and dataset files as by the command."""
 
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -43,20 +44,26 @@ def test_a_dropped_file_becomes_what_the_command_writes(tmp_path, names, monkeyp
     assert page.get("/new").status_code == 200 and '"network_dim"' in text
 
 
-def test_files_that_name_what_is_not_open_are_refused_before_anything_is_read(tmp_path):
+def test_files_that_name_what_is_not_open_are_refused_before_anything_is_read(tmp_path, monkeypatch):
     (tmp_path / "secret").mkdir()
     (tmp_path / "secret" / "databackend.json").write_text('[{"id": "secret words", "instance_data_dir": "/x"}]')
     (tmp_path / "open").mkdir()
-    config = {"--model_type": "lora", "--data_backend_config": str(tmp_path / "secret" / "databackend.json")}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    answer = drop(open_page(tmp_path / "open"), tmp_path / "config.json")
+    path = str(tmp_path / "secret" / "databackend.json")
+    monkeypatch.chdir(tmp_path)
+    up = "../" * (len(Path(tempfile.gettempdir()).resolve().parts) + 1)
+    for named in (path, up + path[1:]):  # from the working directory, or from the folder of the dropped file
+        (tmp_path / "config.json").write_text(json.dumps({"--model_type": "lora", "--data_backend_config": named}))
+        answer = drop(open_page(tmp_path / "open"), tmp_path / "config.json")
+        assert answer.status_code == 400 and "outside of the opened folders" in answer.text
+        assert "secret words" not in answer.text and not list((tmp_path / "open").iterdir())
+        assert answer.json()["error"].startswith("config.json")
 
-    assert (
-        answer.status_code == 400
-        and "outside of the opened folders" in answer.text
-        and "secret words" not in answer.text
-    )
-    assert answer.json()["error"].startswith("config.json") and not list((tmp_path / "open").iterdir())
+
+def test_a_file_whose_name_is_like_that_of_a_dataset_file_is_imported(tmp_path):
+    text = (DATA / "kohya_sdxl.json").read_text()
+    page = open_page(tmp_path)
+    answer = page.post("/api/import", json={"files": [{"name": "my.dataset.json", "text": text}]})
+    assert answer.json()["file"] == "0/imports/my.dataset/my.dataset.toml"
 
 
 @pytest.mark.parametrize(
@@ -69,11 +76,25 @@ def test_files_that_name_what_is_not_open_are_refused_before_anything_is_read(tm
         [{"name": "a.txt", "text": "{}"}],
         [{"name": "../../.bashrc", "text": "{}"}],
         [{"name": "a\n.json", "text": "{}"}],
+        [{"name": f"{'라' * 90}.json", "text": "{}"}],
         [{"name": "a.json", "text": "{}"}, {"name": "b/a.json", "text": "{}"}],
         [{"name": "a.json", "text": "[" * 100_000}],
+        [{"name": "a.yaml", "text": "[" * 5000}],
+        [{"name": "a.toml", "text": f"a = {'[' * 5000}"}],
+        [{"name": "a.yaml", "text": "a: 2020-02-31"}],
+        [{"name": "a.toml", "text": f"a = {'1' * 5000}"}],
+        [{"name": "a.json", "text": '{"a": "\ud800"}'}],
+        [
+            {
+                "name": "a.yaml",
+                "text": "a0: &a0 [x]\n"
+                + "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 30)),
+            }
+        ],
     ],
 )
 def test_what_is_no_configuration_is_refused_in_words(tmp_path, files):
-    answer = open_page(tmp_path).post("/api/import", json={"files": files})
+    body, kind = json.dumps({"files": files}), {"Content-Type": "application/json"}
+    answer = open_page(tmp_path).post("/api/import", content=body, headers=kind)
     assert answer.status_code == 400 and answer.json()["problems"] and "lorikeet-import" not in answer.text
     assert not list(tmp_path.iterdir())

@@ -1,11 +1,15 @@
 """Runs are marked with a star and a note, and deleted ones are put back byte by byte."""
 
 import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from web_pages import open_page, write_run
 
+from library.web.jobs import Job
 from library.web.run_notes import MAX_NOTE_LENGTH
 from library.web.validate_requests import HEADER
 
@@ -113,3 +117,60 @@ def test_a_running_run_a_strange_entry_and_a_settings_file_of_the_user_stay(tmp_
             assert page.post(f"/api/deleted/{action}", json={"entry": wrong}).status_code in (400, 403, 404), wrong
     assert page.post("/api/deleted/remove", json={"entry": entry}).status_code == 200
     assert not (tmp_path / ".lorikeet-web").exists() and (tmp_path / "alive.safetensors").exists()
+
+
+def test_no_run_is_deleted_if_one_of_them_waits_in_the_queue(tmp_path):
+    for name in ("first", "waiting"):
+        write_full_run(tmp_path, name)
+    page, before = open_page(tmp_path), read_tree(tmp_path)
+    page.app.state.workbench.queue.jobs.append(Job("1", "waiting", str(tmp_path), ["false"]))
+    answer = page.post("/api/runs/delete", json={"runs": ["0/first", "0/waiting"]})
+    assert answer.status_code == 400 and "waiting: is in the queue" in answer.text and read_tree(tmp_path) == before
+
+
+def test_files_that_cannot_come_back_are_not_removed_with_the_entry(tmp_path, monkeypatch):
+    write_full_run(tmp_path, "demo")
+    rename, contents = os.rename, set(read_tree(tmp_path).values())
+
+    def refuse_second(source, target):
+        if Path(source).parent != tmp_path or "-state" in str(source):
+            raise PermissionError(13, "in use", str(source))
+        rename(source, target)
+
+    monkeypatch.setattr("library.web.deleted_runs.os.rename", refuse_second)
+    page = open_page(tmp_path)
+    assert page.post("/api/runs/delete", json={"runs": ["0/demo"]}).status_code == 400
+    assert {path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} >= contents
+    assert "data-entry" in page.get("/api/deleted").text, "what was moved can be put back"
+
+
+def test_two_requests_at_once_put_a_run_back_once(tmp_path, monkeypatch):
+    write_full_run(tmp_path, "demo")
+    page, before, rename = open_page(tmp_path), read_tree(tmp_path), os.rename
+    page.post("/api/runs/delete", json={"runs": ["0/demo"]})
+    entry = page.get("/api/deleted").text.split('data-entry="')[1].split('"')[0]
+    has_moved_all, last = threading.Event(), max((tmp_path / ".lorikeet-web").glob("deleted/*/sample/*")).name
+
+    def rename_slowly(source, target):
+        rename(source, target)
+        if source.name == "demo-000001.safetensors":
+            has_moved_all.wait(0.4)  # by a second request, if it is let in
+        if source.name == last:
+            has_moved_all.set()
+            time.sleep(0.2)
+
+    def restore(_):
+        return page.post("/api/deleted/restore", json={"entry": entry}).status_code
+
+    monkeypatch.setattr("library.web.deleted_runs.os.rename", rename_slowly)
+    with ThreadPoolExecutor() as threads:
+        assert sorted(threads.map(restore, range(2))) == [200, 400]
+    assert read_tree(tmp_path) == before
+
+
+def test_nothing_is_moved_through_a_link_out_of_the_folders(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    write_full_run(tmp_path / "open", "demo")
+    (tmp_path / "open" / ".lorikeet-web").symlink_to(tmp_path / "elsewhere")
+    answer = open_page(tmp_path / "open").post("/api/runs/delete", json={"runs": ["0/demo"]})
+    assert answer.status_code == 403 and not list((tmp_path / "elsewhere").iterdir())
