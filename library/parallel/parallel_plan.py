@@ -78,8 +78,13 @@ class BlockSequence:
         return [sum(parameter.numel() for parameter in block.parameters()) for block in self.blocks]
 
     def collect_inputs(self, index: int, bound_arguments: BoundArguments, previous: Activations) -> Activations:
-        """Return the input activations of a block; ``previous`` is the output of the block before it."""
-        return tuple(bound_arguments.arguments[name] for name in self.activation_args)
+        """Return the input activations of a block; ``previous`` is the output of the block before it.
+
+        Some blocks take fewer than others, as the single blocks of Bria FIBO, which get text and image as one.
+        """
+        return tuple(
+            bound_arguments.arguments[name] for name in self.activation_args if name in bound_arguments.arguments
+        )
 
     def run_block(
         self, index: int, block_forward: Callable[..., Any], bound_arguments: BoundArguments, activations: Activations

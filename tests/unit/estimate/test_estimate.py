@@ -307,6 +307,11 @@ def test_runs_with_other_cached_outputs_share_a_step():
     assert found[0].weights > found[1].weights and found[0].activations > found[1].activations
 
 
+def test_a_model_whose_single_blocks_take_no_text_is_estimated():
+    (layout,) = run_on_meta_device(MODEL, "random:bria_fibo:tiny", "--resolution", "64")[1]
+    assert layout.flops > 0 and len({chunk.saved > 0 for chunk in layout.chunks}) == 1
+
+
 def test_the_peaks_of_parts_add_up_to_the_peak_of_the_step():
     one, two = StepMemory(100, 150, 80, 1, 7), StepMemory(20, 30, 5, 2, 4)
     assert (one + two) == StepMemory(120, 150, 60, 3, 11)
