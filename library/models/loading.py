@@ -84,6 +84,16 @@ def split_variant(name: str) -> str:
     return parts[1] if len(parts) == 3 else ""
 
 
+def _require_downloaded_files(folder: Path, files: Sequence[Path]) -> None:
+    """Raise if the local copy of a hub repository has none of the weights, or not all: hubs' configs come first."""
+    listed = set[str]()
+    for index in folder.glob("*.safetensors.index.json"):
+        listed |= {*json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values()}
+    found = {path.name for path in files}
+    if not found or any(split_variant(name) == split_variant(files[0].name) for name in listed - found):
+        raise LocalEntryNotFoundError("its weights are not downloaded yet, or not all, and the hub is not asked")
+
+
 def _load_quantized_component(
     component_class: Any,
     path_or_id: str,
@@ -102,6 +112,8 @@ def _load_quantized_component(
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     variant = _detect_variant(folder) or ""
     files = sorted(path for path in folder.glob("*.safetensors") if split_variant(path.name) == variant)
+    if local_files_only and not Path(path_or_id).is_dir():
+        _require_downloaded_files(folder, files)
     if not files:
         raise ValueError("it has no .safetensors weights; pickles (.bin) can run code and are never read")
     config = {key: value for key, value in config.items() if key != QUANTIZATION}

@@ -68,8 +68,10 @@ def load_tensors(
                 f"{name} has shape {list(tensor.shape)} in the file and {list(own[name].shape)} in the model"
             )
     kept_layers = _keep_stored_weights(model, tensors, choose_dtype) if keeps_stored else set()
+    # Parts of one tensor, of a file or of a fused layer, would share a count of changes, and an update of one of them
+    # within the backward pass would be taken for one of all; ``data`` has its own.
     state_dict = {
-        name: tensor.to(device=device, dtype=choose_dtype(name, tensor))
+        name: tensor.to(device=device, dtype=choose_dtype(name, tensor)).data
         for name, tensor in tensors.items()
         if name in own and name not in kept_layers
     }

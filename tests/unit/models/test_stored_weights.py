@@ -10,6 +10,7 @@ from data_paths import ROOT
 from family_cases import build_case
 from rank_processes import run_on_ranks
 from safetensors.torch import load_file
+from torch import nn
 from training_runs import max_relative_difference, write_images
 
 from library.config.schema import ModelConfig
@@ -20,6 +21,7 @@ from library.models.gguf_blocks import BLOCK_SIZES, dequantize_rows
 from library.models.loading import split_variant
 from library.models.model_configs import ModelError
 from library.models.stored_weights import read_file_weights
+from library.models.weights import load_tensors
 
 __all__ = ["build_case"]  # a fixture
 
@@ -267,3 +269,14 @@ def test_gguf_is_known_by_its_first_bytes_and_a_damaged_header_is_told(tmp_path)
         (tmp_path / "b.gguf").write_bytes(damaged)
         with pytest.raises(ModelError, match="damaged"):
             read_file_weights([tmp_path / "b.gguf"])
+
+
+def test_loaded_weights_that_were_parts_of_one_tensor_count_their_changes_alone():
+    """A fused backward pass updates one while autograd still needs another."""
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)).to("meta")
+    parts = torch.zeros(4, 2).split(2)
+    assert load_tensors(model, {"0.weight": parts[0], "1.weight": parts[1]}, torch.float32, None) == []
+    before = model[1].weight._version
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    assert model[1].weight._version == before and not model[1].weight.any()

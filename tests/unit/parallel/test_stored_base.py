@@ -131,3 +131,31 @@ def test_fp4_is_not_taken_for_nf4():
     stored = StoredWeight("fp4", weight.shape, (values, scale.float(), levels.flip(0)))
     kept = replace(pack_stored_weight(stored, torch.bfloat16), nf4_kernel="bitsandbytes 0")
     assert torch.equal(kept.dequantize(torch.float32), stored.dequantize())
+
+
+def test_a_repository_of_which_only_configs_are_downloaded_counts_as_dequantized(build_case, tmp_path, monkeypatch):
+    """A plan reads the configs from the hub, whose folder in the cache has no weights then, or not all of a download."""
+    _, tiny = build_case("z_image")
+    repository = tmp_path / "models--me--nf4"
+    folder = repository / "snapshots" / ("0" * 40)
+    write_nf4(tiny.pipe, folder)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("library.models.model_configs.is_hub_reachable", lambda: False)
+    family, detected = FAMILIES.get("z_image")(), detect_model("me/nf4")
+    assert detected.source_type == "hub" and detected.stored_formats == ("nf4",)
+
+    def count_stored():
+        return keep_stored_layers(
+            load_pipeline_on_meta(family, detected, torch.bfloat16, keeps_stored=True).transformer
+        )
+
+    assert count_stored() > 10
+    weights = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    index = weights.with_name(f"{weights.name}.index.json")
+    index.write_text(json.dumps({"weight_map": {"a": weights.name, "b": "diffusion_pytorch_model-2.safetensors"}}))
+    assert count_stored() == 0, "not all are downloaded"
+    index.unlink()
+    weights.unlink()
+    assert count_stored() == 0
