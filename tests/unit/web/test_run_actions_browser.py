@@ -82,7 +82,9 @@ def check_that_each_open_page_tells_that_a_run_has_ended(chromium, page_address,
         window.goto(f"{page_address}runs")
     windows[0].click("#notify")
     windows[1].reload()
-    windows[1].wait_for_function("sessionStorage.getItem('run-states') ?? ''.includes('running')")
+    for window in windows:
+        while '"running"' not in (window.evaluate("sessionStorage.getItem('run-states')") or ""):
+            window.wait_for_timeout(50)
     (tmp_path / ".alive.lock").unlink()
     for window in windows:
         window.wait_for_selector("#told a:has-text('alive has stopped.')")
