@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .model_download import PART_END
+
 _CONFIG_DIR = Path(__file__).parent / "configs"
 JsonDict = dict[str, Any]
 BundledConfig = Mapping[str, JsonDict]
@@ -229,7 +231,10 @@ def is_hub_reachable() -> bool:
 
 
 def list_cached_models() -> list[tuple[str, int]]:
-    """List the diffusers models in the cache of the hub, by id, with the bytes that each has there."""
+    """List the diffusers models in the cache of the hub, by id, with the bytes that each has there.
+
+    One whose download was stopped in the middle of a file is not there yet.
+    """
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -240,7 +245,8 @@ def list_cached_models() -> list[tuple[str, int]]:
     found = []
     for repo in repos:
         names = {file.file_name for revision in repo.revisions for file in revision.files}
-        if repo.repo_type == "model" and {"model_index.json", MODULAR_INDEX} & names:
+        is_cut = any((repo.repo_path / "blobs").glob(f"*{PART_END}"))
+        if repo.repo_type == "model" and {"model_index.json", MODULAR_INDEX} & names and not is_cut:
             found.append((repo.repo_id, repo.size_on_disk))
     return sorted(found)
 

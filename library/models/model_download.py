@@ -49,7 +49,8 @@ def select_model_files(sizes: Mapping[str, int]) -> list[HubFile]:
             continue
         if is_weight or name.endswith(SMALL_FILES):
             chosen.append(HubFile(name, size))
-    return sorted(chosen, key=lambda file: (file.size, file.name))
+    # The index comes last: until then the cache holds no model that could be taken for a whole one.
+    return sorted(chosen, key=lambda file: (file.name.endswith("model_index.json"), file.size, file.name))
 
 
 def _is_plain(name: str) -> bool:

@@ -12,6 +12,7 @@ from model_hub import ModelHub, run_model_hub
 from web_pages import open_page
 
 from library.errors import UserError
+from library.models.model_configs import list_cached_models
 from library.models.model_download import download_model, select_model_files
 
 WEIGHTS = bytes(range(256)) * 12_000  # 3 MB
@@ -29,7 +30,8 @@ def allow_hub(patch: pytest.MonkeyPatch, hub: ModelHub, cache: Path) -> None:
     """Let huggingface_hub ask this hub, with this cache."""
     patch.setenv("HF_ENDPOINT", hub.endpoint)
     patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    for module in ("constants", "utils._cache_manager"):
+        patch.setattr(f"huggingface_hub.{module}.HF_HUB_CACHE", str(cache))
     patch.setattr("library.models.model_download.WAIT_SECONDS", 0.01)
 
 
@@ -76,8 +78,14 @@ def test_a_server_without_ranges_and_one_that_cuts_at_once(tmp_path, monkeypatch
         hub.is_range_ignored = True
         with pytest.raises(UserError, match="at 2,000,000 of"):  # never comes beyond what it sends at a time
             download_model("me/tiny")
+        assert list_cached_models() == [], "what is cut is not taken for a whole model"
+        (cached,) = (tmp_path / "models--me--tiny" / "snapshots").iterdir()
+        (cached / "model_index.json").write_text("{}")  # as after a look at the model
+        assert list_cached_models() == []
+        (cached / "model_index.json").unlink()
         hub.cut_after = None
         assert read_files(download_model("me/tiny"))["unet/diffusion_pytorch_model.safetensors"] == WEIGHTS
+        assert [name for name, _ in list_cached_models()] == ["me/tiny"]
 
 
 def test_a_file_that_is_not_what_the_hub_has_is_removed(tmp_path, monkeypatch):
