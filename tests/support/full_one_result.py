@@ -26,7 +26,14 @@ SETTINGS = (
 REFERENCE = "1 process"
 LAYOUTS = {
     REFERENCE: (1, 4, 1, ""),
+    "DDP 2": (2, 2, 1, ""),
     "FSDP 2": (2, 2, 1, "--fsdp"),
+    "HSDP 2 x 2": (4, 1, 1, "--fsdp --dp_replicate_size 2"),
+    "ZeRO 1": (2, 2, 1, "--deepspeed --zero_stage 1"),
+    "ZeRO 2": (2, 2, 1, "--deepspeed --zero_stage 2 --offload_optimizer_device cpu"),
+    "ZeRO 3": (2, 2, 1, "--deepspeed --zero_stage 3 --offload_optimizer_device cpu --offload_param_device cpu"),
+    "TP 2": (2, 4, 1, "--tp_size 2"),
+    "CP 2": (2, 4, 1, "--cp_size 2"),
     "FSDP 2 x TP 2": (4, 2, 1, "--fsdp --tp_size 2"),
     "TP 2 x CP 2": (4, 4, 1, "--tp_size 2 --cp_size 2"),
     "PP 2": (2, 1, 4, "--pp_size 2"),
