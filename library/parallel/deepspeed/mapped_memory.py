@@ -21,7 +21,7 @@ from ...problems import Problem
 
 logger = logging.getLogger(__name__)
 MIN_BYTES = 2**20
-"""Smaller tensors stay in memory."""
+"""The smallest size of a tensor that is moved to a file."""
 
 
 class MappedMemory:
@@ -59,7 +59,7 @@ class MappedMemory:
         mapped.copy_(storage)
         for tensor in tensors:
             view = torch.empty(0, dtype=tensor.dtype)
-            tensor.data = view.set_(mapped, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload]
+            tensor.data = view.set_(mapped, tensor.storage_offset(), tensor.size(), tensor.stride())
         self._own.add(mapped.data_ptr())
 
     def _map(self, num_bytes: int) -> Tensor:
