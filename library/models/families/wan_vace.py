@@ -66,7 +66,7 @@ FACTS = replace(
     pipeline=replace(
         WAN_FACTS.pipeline,
         class_name="WanVACEPipeline",
-        num_parameters=17_341_886_528,
+        num_parameters=17_337_592_896,
         hub_id="Wan-AI/Wan2.1-VACE-1.3B-diffusers",
     ),
     detection=replace(
