@@ -150,7 +150,7 @@ CLIP_PROBLEMS = {
     ("random:wan:tiny", "--f 25 --fps 8 --fs 3"): "",
     ("random:wan:tiny", "--i a.png"): "--i: what Wan 2.1 makes cannot begin with an image; leave it out",
     ("random:wan:tiny", "--ei a.png"): "--ei: what Wan 2.1 makes cannot end with an image; leave it out",
-    ("random:wan:tiny", "--ci a.png"): "--ci: Wan 2.1 takes no control images",
+    ("random:wan:tiny", "--ci a.png"): "--ci: Wan 2.1 takes no control clips",
     ("random:wan:tiny", "--g 6"): "--g: Wan 2.1 has no guidance embedding; use --l",
     ("random:flux:tiny", "--f 25"): "--f: FLUX.1 makes images, not 25 frames; leave it out",
     ("random:flux:tiny", "--f 1"): "",
