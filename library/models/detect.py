@@ -125,9 +125,13 @@ def detect_model(model: ModelConfig | str | None) -> DetectedModel:
 def build_control_limits(model: DetectedModel) -> ControlLimits:
     """Build the limits on the number of control images of a model, with the names of the models that take some."""
     facts = get_family_facts(model.family)
-    titles = [each.title for each in FAMILY_FACTS.values() if each.control.num_images[1]]
-    titles += [f"{FAMILY_FACTS[name].title} with --control" for name in CONTROL_FAMILIES]
-    return ControlLimits(*facts.control.num_images, facts.title, ", ".join(titles), facts.control.are_masks)
+    are_clips = facts.pipeline.frames is not None
+    others = [each for each in FAMILY_FACTS.values() if (each.pipeline.frames is not None) == are_clips]
+    titles = [each.title for each in others if each.control.num_images[1]]
+    titles += [] if are_clips else [f"{FAMILY_FACTS[name].title} with --control" for name in CONTROL_FAMILIES]
+    return ControlLimits(
+        *facts.control.num_images, facts.title, ", ".join(titles), facts.control.are_masks, are_clips=are_clips
+    )
 
 
 def list_video_models() -> str:

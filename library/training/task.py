@@ -300,19 +300,17 @@ class DiffusionTask:
         """Encode control images, unless they are cached; diffusers' pipelines draw no samples of them either."""
         if pixel_batch.control_latents:
             return tuple(self.to_device(latents).float() for latents in pixel_batch.control_latents)
-        return tuple(self._encode_control(control, pixel_batch.pixels) for control in pixel_batch.control_pixels)
-
-    def _encode_control(self, control: Tensor, pixels: Tensor | None) -> Tensor:
-        """Encode a control image of each sample, ``vae_batch_size`` at a time."""
-        if pixels is None:
+        if not pixel_batch.control_pixels:
+            return ()
+        if pixel_batch.pixels is None:
             raise AssertionError("control images are cached together with the moments of their pictures")
-        parts = zip(*(torch.split(each, self.vae_batch_size) for each in (control, pixels)), strict=True)
+        every = (pixel_batch.pixels, *pixel_batch.control_pixels)
+        encoded = []
         with torch.autocast(self.to_device.device.type, enabled=False):  # the VAE overflows in half precision
-            encoded = [
-                self.family.encode_control(self.pipe, *(normalize_pixels(self.to_device(each)) for each in part))
-                for part in parts
-            ]
-        return torch.cat(encoded)
+            for part in zip(*(torch.split(each, self.vae_batch_size) for each in every), strict=True):
+                pixels, *controls = (normalize_pixels(self.to_device(each)) for each in part)
+                encoded.append(self.family.encode_controls(self.pipe, controls, pixels))
+        return tuple(map(torch.cat, zip(*encoded, strict=True)))
 
     def encode_moments(self, pixels: Tensor | None) -> Moments:
         """Encode images with the VAE, ``vae_batch_size`` at a time."""
