@@ -7,6 +7,7 @@ it had been dequantized when it was loaded.  Weights outside of blocks are few a
 
 import logging
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +35,29 @@ def explain_dequantization(model: ModelConfig, adapter: AdapterConfig, *, can_qu
     if adapter.base_weights:
         return "as base_weights are merged into them"
     return None if can_quantize else "as ZeRO 3 cannot shard quantized weights"
+
+
+KEPT, DEQUANTIZED = "kept where that takes little more memory", "dequantized before they are rounded"
+"""What ``quantize_base`` does with weights that files store quantized."""
+
+
+def describe_rounding(model: ModelConfig, stored_formats: Sequence[str], reason: str | None) -> str | None:
+    """Describe what ``quantize_base`` does with stored weights; None where kept and dequantized ones are equal.
+
+    ``reason``: why they are dequantized, if they are (``explain_dequantization``).
+    """
+    if not stored_formats or model.quantize_base == "none":
+        return None
+    return KEPT if reason is None else DEQUANTIZED
+
+
+def infer_rounding(settings: Mapping[str, Any]) -> str:
+    """Infer ``describe_rounding`` from the settings of a checkpoint that did not record it.
+
+    Versions without ``dequantize_base`` dequantized every base.
+    """
+    is_merged = settings.get("base_weights") not in (None, "()")
+    return DEQUANTIZED if settings.get("dequantize_base", True) or is_merged else KEPT
 
 
 def keep_stored_layers(denoiser: nn.Module, quantize_base: str = "none") -> int:

@@ -20,7 +20,14 @@ from library.models.loading import load_pipeline_on_meta
 from library.models.stored_weights import StoredWeight, read_file_weights
 from library.parallel.frozen_base import find_innermost_blocks, should_quantize
 from library.parallel.quantize import FrozenLayer, QuantizedWeight, take_ranges
-from library.parallel.stored_base import explain_dequantization, keep_stored_layers, pack_stored_weight
+from library.parallel.stored_base import (
+    KEPT,
+    describe_rounding,
+    explain_dequantization,
+    keep_stored_layers,
+    pack_stored_weight,
+)
+from library.training.resume import find_changes
 
 __all__ = ["build_case"]  # a fixture
 
@@ -122,6 +129,28 @@ def test_what_dequantizes_a_base_is_said():
     assert "ZeRO 3" in explain_dequantization(ModelConfig(), lora, can_quantize=False)
     assert "dequantize_base" in explain_dequantization(ModelConfig(dequantize_base=True), lora, **keeps)
     assert "merged" in explain_dequantization(ModelConfig(), replace(lora, base_weights=("a",)), **keeps)
+
+
+def test_a_checkpoint_of_a_base_that_was_rounded_from_other_weights_is_not_resumed_without_a_word():
+    """Versions before ``dequantize_base`` rounded dequantized weights; in plain precision both bases are equal."""
+
+    def find_lines(saved, **options):
+        model = ModelConfig(**options)
+        reason = explain_dequantization(model, AdapterConfig(), can_quantize=True)
+        current = {"settings": {}, "stored_rounding": describe_rounding(model, ("fp8",), reason)}
+        return [(str(change), change.changes_result) for change in find_changes(saved, current)]
+
+    old, new = {"settings": {}}, {"settings": {"dequantize_base": False, "base_weights": "()"}}
+    ((line, is_refused),) = find_lines(old, quantize_base="int8")
+    assert is_refused and "dequantized before they are rounded -> kept" in line and line.endswith("add --dequantize_base")
+    assert find_lines(old, quantize_base="int8", dequantize_base=True) == []
+    assert find_lines(old) == find_lines(old, dequantize_base=True) == find_lines(new, dequantize_base=True) == []
+    assert find_lines(new, quantize_base="int8") == []
+    recorded = {"settings": {}, "stored_rounding": KEPT}
+    ((line, _),) = find_lines(recorded, quantize_base="int8", dequantize_base=True)
+    assert line.endswith("remove --dequantize_base") and find_lines(recorded, quantize_base="int8") == []
+    plain = describe_rounding(ModelConfig(quantize_base="int8"), (), None)
+    assert plain is None, "weights that are not stored quantized resume as before"
 
 
 def test_fp4_is_not_taken_for_nf4():
