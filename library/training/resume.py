@@ -154,7 +154,9 @@ def _find_rounding_change(saved: Mapping[str, Any], current: Mapping[str, Any]) 
     if old != new and None not in (old, new):  # else the model or quantize_base changed, too
         fix = "add" if old == DEQUANTIZED else "remove"
         detail = f"; to go on with the same base, {fix} --dequantize_base"
-        yield SettingChange("weights that the model's files store quantized", old, new, changes_result=True, detail=detail)
+        yield SettingChange(
+            "weights that the model's files store quantized", old, new, changes_result=True, detail=detail
+        )
 
 
 def judge_first_step(

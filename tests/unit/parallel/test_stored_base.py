@@ -142,7 +142,9 @@ def test_a_checkpoint_of_a_base_that_was_rounded_from_other_weights_is_not_resum
 
     old, new = {"settings": {}}, {"settings": {"dequantize_base": False, "base_weights": "()"}}
     ((line, is_refused),) = find_lines(old, quantize_base="int8")
-    assert is_refused and "dequantized before they are rounded -> kept" in line and line.endswith("add --dequantize_base")
+    assert (
+        is_refused and "dequantized before they are rounded -> kept" in line and line.endswith("add --dequantize_base")
+    )
     assert find_lines(old, quantize_base="int8", dequantize_base=True) == []
     assert find_lines(old) == find_lines(old, dequantize_base=True) == find_lines(new, dequantize_base=True) == []
     assert find_lines(new, quantize_base="int8") == []
