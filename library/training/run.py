@@ -36,8 +36,9 @@ from ..models.families import FAMILIES
 from ..models.own_families import compute_family_fingerprint, get_family_facts
 from ..models.trained_components import describe_expert_steps, describe_trained_components, list_cached_text_components
 from ..optim.lr_schedulers import build_lr_schedule
+from ..parallel.stored_base import explain_dequantization
 from ..parallel.strategy import Strategy
-from ..parallel.strategy_registry import build_strategy
+from ..parallel.strategy_registry import build_strategy, select_base_kernel
 from ..problems import Place
 from ..report import preview_grid
 from ..trackers import Trackers
@@ -112,6 +113,10 @@ def _prepare_and_train(
     for line in find_overridden_settings(config, locations):
         logger.warning("%s", line)
     detected = detect_model(config.model)
+    failure_handler.stored_formats = detected.stored_formats
+    dequantized = explain_dequantization(config.model, config.adapter, can_quantize=strategy.can_quantize_base)
+    kept = detected.stored_formats if dequantized is None else ()
+    select_base_kernel(strategy, config.model.quantize_base, kept)
     _log_model(config, detected)
     family: Family = FAMILIES.get(detected.family)(config.model)
     check_run_settings(config, RunFacts.from_strategy(strategy, family, detected))

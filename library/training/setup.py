@@ -40,6 +40,7 @@ from ..models.base import Family
 from ..models.collect_component_keys import collect_component_keys
 from ..models.detect import DetectedModel, build_control_limits
 from ..models.kohya_objective import convert_values
+from ..models.loading import describe_dequantized
 from ..models.model_configs import is_tokenizer
 from ..models.own_families import get_family_facts
 from ..models.scheduler_overrides import override_scheduler, use_original_snr
@@ -118,7 +119,7 @@ def load_training_pipeline(
     reason = explain_dequantization(config.model, config.adapter, can_quantize=strategy.can_quantize_base)
     keeps_stored = bool(detected.stored_formats) and reason is None
     if detected.stored_formats and reason is not None:
-        logger.info("weights that are stored quantized are dequantized, %s", reason)
+        logger.info("%s", describe_dequantized(detected, dtypes[family.facts.denoiser_name], reason))
     if keeps_stored or is_quantized_or_offloaded(config.model, config.train):
         # The full weights might not fit on the device.
         devices |= dict.fromkeys(family.facts.pipeline.denoisers, HOST)
