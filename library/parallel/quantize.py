@@ -303,7 +303,54 @@ class FrozenConv2d(FrozenLayer, nn.Conv2d):  # type: ignore[override]
         return grad
 
 
-FROZEN_CLASSES: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: FrozenLinear, nn.Conv2d: FrozenConv2d}
+class ExpertMatrices(nn.Module):
+    """The matrices of experts, which were one parameter (experts, inputs, outputs), as one matrix with their rows."""
+
+    bias = None
+
+    def __init__(self, weight: Tensor):
+        super().__init__()
+        self.num_experts = len(weight)
+        self.weight = nn.Parameter(weight.detach().flatten(0, 1), requires_grad=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Multiply the tokens of each expert (experts, tokens, inputs) with its matrix."""
+        return input @ self.split(self.weight)
+
+    def split(self, weight: Tensor) -> Tensor:
+        """View the matrix with all rows as those of the experts."""
+        return weight.view(self.num_experts, -1, weight.shape[1])
+
+
+class FrozenExpertMatrices(FrozenLayer, ExpertMatrices):  # type: ignore[misc]
+    """The matrices of experts, quantized, with a scale for each row of each expert, or offloaded."""
+
+    def compute_output(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return input @ self.split(weight)
+
+    def compute_input_grad(self, gradient: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
+        return gradient @ self.split(weight).transpose(1, 2)
+
+
+FROZEN_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: FrozenLinear,
+    nn.Conv2d: FrozenConv2d,
+    ExpertMatrices: FrozenExpertMatrices,
+}
+
+
+def split_expert_weights(denoiser: nn.Module) -> None:
+    """Make layers of the frozen parameters in which modules hold the matrices of experts.
+
+    ``expert_weights`` of such a module names them; its ``forward`` takes parameters (experts, inputs, outputs), which
+    it multiplies with, or layers, which it calls.
+    """
+    for module in list(denoiser.modules()):
+        for name in getattr(module, "expert_weights", ()):
+            parameter = module._parameters.get(name)
+            if parameter is not None and not parameter.requires_grad:
+                del module._parameters[name]
+                module.add_module(name, ExpertMatrices(parameter))
 
 
 class _FrozenLayerFunction(torch.autograd.Function):
