@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_input
 
-from ..models.gguf_blocks import BLOCK_SIZES, dequantize_rows
+from ..models.gguf_blocks import BLOCK_SIZES, dequantize_rows, multiply_rounded
 
 logger = logging.getLogger(__name__)
 Ranges = tuple[tuple[int, int], ...]
@@ -83,7 +83,7 @@ class QuantizedWeight:
         if self.quant_type == "none":
             return self.tensors[0].to(dtype)
         if self.quant_type in BLOCK_SIZES:
-            return dequantize_rows(self.tensors[0], self.quant_type).to(dtype).view(self.shape)
+            return dequantize_rows(self.tensors[0], self.quant_type, dtype).view(self.shape)
         values, scale = self.tensors[:2]
         uses_bitsandbytes = (
             self.quant_type == "nf4"
@@ -99,6 +99,9 @@ class QuantizedWeight:
         # which it does not take, have to get its values.  Scales of files are in float32, and rounding them would
         # change the weights.
         is_exact = uses_bitsandbytes or scale.dtype is torch.float32
+        if self.quant_type not in PACKED_TYPES and scale.dtype is torch.float32:
+            blocks = values.view(len(values), scale.shape[1], -1)
+            return multiply_rounded(blocks, scale.unsqueeze(2), dtype).view(self.shape)
         if dtype is torch.float16 or (is_exact and dtype is not torch.float32):
             return self.dequantize(torch.float32).to(dtype)
         if self.quant_type in PACKED_TYPES:

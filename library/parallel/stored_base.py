@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..config.schema import AdapterConfig, ModelConfig
+from ..distributed.device_memory import get_total_memory, has_device_memory
 from ..models.gguf_blocks import BLOCK_SIZES
 from ..models.stored_weights import StoredWeight
 from ..models.weights import STORED_WEIGHT
@@ -21,6 +22,8 @@ from .frozen_base import find_innermost_blocks, should_quantize
 from .quantize import PACKED_TYPES, QuantizedWeight, convert_frozen_layer
 
 logger = logging.getLogger(__name__)
+MAX_DEQUANTIZED_SHARE = 0.5
+"""The share of a device's memory up to which the log names ``dequantize_base``."""
 
 
 def explain_dequantization(model: ModelConfig, adapter: AdapterConfig, *, can_quantize: bool) -> str | None:
@@ -60,10 +63,10 @@ def infer_rounding(settings: Mapping[str, Any]) -> str:
     return DEQUANTIZED if settings.get("dequantize_base", True) or is_merged else KEPT
 
 
-def keep_stored_layers(denoiser: nn.Module, quantize_base: str = "none") -> int:
+def keep_stored_layers(denoiser: nn.Module, quantize_base: str = "none", device: torch.device | None = None) -> int:
     """Convert the layers of blocks that were left empty, dequantize the others, and say so; return their number.
 
-    ``quantize_base`` rounds the weights that it makes much smaller, later.
+    ``quantize_base`` rounds the weights that it makes much smaller, later; ``device`` is the one that trains.
     """
     inside = {layer for block in find_innermost_blocks(denoiser) for layer in block.modules()}
     kept, rounded, num_others, bytes_kept, bytes_before, name = Counter[str](), Counter[str](), 0, 0, 0, ""
@@ -86,12 +89,20 @@ def keep_stored_layers(denoiser: nn.Module, quantize_base: str = "none") -> int:
     if kept:
         message = "base model: %s layers stay as they are stored (%.2f GB instead of %.2f GB in %s)"
         logger.info(message, _format_counts(kept), bytes_kept / 1e9, bytes_before / 1e9, name)
+        if device is not None and has_room(bytes_before, device):
+            message = "base model: steps are faster with --dequantize_base, which this device may have room for"
+            logger.info(message)
     if rounded:
         message = "base model: %s layers are stored quantized, and quantize_base %s rounds them again"
         logger.warning(message, _format_counts(rounded), quantize_base)
     if num_others:
         logger.info("base model: %d layers outside of its blocks are dequantized to %s", num_others, name)
     return kept.total() + rounded.total()
+
+
+def has_room(num_bytes: int, device: torch.device) -> bool:
+    """Whether dequantized weights would take less than half of the memory of a device that has its own."""
+    return has_device_memory(device) and num_bytes < MAX_DEQUANTIZED_SHARE * get_total_memory(device)
 
 
 def _format_counts(counts: Counter[str]) -> str:

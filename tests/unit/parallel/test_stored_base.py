@@ -26,6 +26,7 @@ from library.parallel.stored_base import (
     KEPT,
     describe_rounding,
     explain_dequantization,
+    has_room,
     keep_stored_layers,
     pack_stored_weight,
 )
@@ -133,6 +134,12 @@ def test_what_dequantizes_a_base_is_said():
     assert "ZeRO 3" in explain_dequantization(ModelConfig(), lora, can_quantize=False)
     assert "dequantize_base" in explain_dequantization(ModelConfig(dequantize_base=True), lora, **keeps)
     assert "merged" in explain_dequantization(ModelConfig(), replace(lora, base_weights=("a",)), **keeps)
+
+
+def test_dequantize_base_is_named_where_the_device_has_room(monkeypatch):
+    monkeypatch.setattr("library.parallel.stored_base.get_total_memory", lambda device: 100)
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert [has_room(size, device) for size, device in ((49, cuda), (50, cuda), (1, cpu))] == [True, False, False]
 
 
 def test_after_out_of_memory_nothing_is_advised_that_the_files_of_the_base_have_already():
