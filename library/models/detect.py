@@ -481,7 +481,7 @@ def _find_unsupported_options(model_config: ModelConfig, facts: FamilyFacts) -> 
     return [
         Problem(option, f"does not apply to {facts.title}", "leave this option out")
         for option in sorted(special)
-        if getattr(model_config, option) != getattr(ModelConfig, option)
+        if hasattr(ModelConfig, option) and getattr(model_config, option) != getattr(ModelConfig, option)
     ]
 
 

@@ -403,6 +403,7 @@ def _build_task(
             or select_extended_text_encoders(config.adapter, family.facts)
         ),
         dropout=dropout,
+        conditioning_dropout_prob=config.data.conditioning_dropout_prob,
         preservation=build_preservation(config.preservation, strategy.unwrap_model(model)),
         samples_per_step=plan.samples_per_step,
         pads_texts=config.parallel.pp_size > 1,
