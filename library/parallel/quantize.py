@@ -325,7 +325,7 @@ class ExpertMatrices(nn.Module):
         return weight.view(self.num_experts, -1, weight.shape[1])
 
 
-class FrozenExpertMatrices(FrozenLayer, ExpertMatrices):  # type: ignore[misc]
+class FrozenExpertMatrices(FrozenLayer, ExpertMatrices):  # type: ignore[override]
     """The matrices of experts, quantized, with a scale for each row of each expert, or offloaded."""
 
     def compute_output(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
