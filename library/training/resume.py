@@ -94,6 +94,13 @@ def serialize_settings(config: RunConfig) -> dict[str, Any]:
     }
 
 
+def describe_base(config: RunConfig, strategy: Strategy, detected: DetectedModel) -> dict[str, Any]:
+    """Describe for a checkpoint how frozen weights are rounded, and by what they are dequantized."""
+    reason = explain_dequantization(config.model, config.adapter, can_quantize=strategy.can_quantize_base)
+    rounding = describe_rounding(config.model, detected.stored_formats, reason)
+    return {"nf4_kernel": strategy.nf4_kernel, STORED_ROUNDING: rounding}
+
+
 def describe_default_noise_levels(noise: NoiseConfig, detected: DetectedModel) -> str | None:
     """Describe the defaults of the model's family that a run is trained with, where they are not its pipeline's.
 
@@ -212,12 +219,7 @@ class Resume:
                 lambda: checkpoint_dir.compute_next_run_number(self.output_dir, name)
             ),
             "versions": {"lorikeet": __version__, "torch": torch.__version__},
-            "nf4_kernel": strategy.nf4_kernel,
-            STORED_ROUNDING: describe_rounding(
-                config.model,
-                detected.stored_formats,
-                explain_dequantization(config.model, config.adapter, can_quantize=strategy.can_quantize_base),
-            ),
+            **describe_base(config, strategy, detected),
         }
         self.checkpoint = self.comm.run_on_main_and_broadcast(
             lambda: select_checkpoint(config.state, self.output_dir, name)

@@ -113,10 +113,7 @@ def _prepare_and_train(
     for line in find_overridden_settings(config, locations):
         logger.warning("%s", line)
     detected = detect_model(config.model)
-    failure_handler.stored_formats = detected.stored_formats
-    dequantized = explain_dequantization(config.model, config.adapter, can_quantize=strategy.can_quantize_base)
-    kept = detected.stored_formats if dequantized is None else ()
-    select_base_kernel(strategy, config.model.quantize_base, kept)
+    _prepare_stored_base(config, strategy, detected, failure_handler)
     _log_model(config, detected)
     family: Family = FAMILIES.get(detected.family)(config.model)
     check_run_settings(config, RunFacts.from_strategy(strategy, family, detected))
@@ -186,6 +183,15 @@ def _restore(run: TrainingRun, callbacks: "RunCallbacks", resume: Resume) -> Non
     if run.config.adapter.changes_base and callbacks.evaluation is not None:
         callbacks.evaluation.measure_base(run)
     resume.restore(run)
+
+
+def _prepare_stored_base(
+    config: RunConfig, strategy: Strategy, detected: DetectedModel, failure_handler: FailureHandler
+) -> None:
+    """Select the kernel of a base that its files store in nf4, unless it is dequantized; tell what is stored."""
+    failure_handler.stored_formats = detected.stored_formats
+    reason = explain_dequantization(config.model, config.adapter, can_quantize=strategy.can_quantize_base)
+    select_base_kernel(strategy, config.model.quantize_base, detected.stored_formats if reason is None else ())
 
 
 def _log_model(config: RunConfig, detected: DetectedModel) -> None:
