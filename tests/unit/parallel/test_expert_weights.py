@@ -33,6 +33,7 @@ def build_stored(pipe, *words):
     return denoiser, offloader
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_swapped", [False, True])
 def test_expert_weights_are_swapped_and_quantized_with_the_blocks_that_they_are_of(is_swapped, build_case):
     family, tiny = build_case("nucleus_image")
