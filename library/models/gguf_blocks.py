@@ -33,7 +33,7 @@ def multiply_rounded(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tenso
         values = values.to(torch.float32 if dtype is torch.float32 else torch.bfloat16)  # both have all of its values
     if dtype is torch.float32:
         return values * scale
-    product = torch.empty(torch.broadcast_shapes(values.shape, scale.shape), dtype=dtype, device=values.device)
+    product = torch.empty(values.shape, dtype=dtype, device=values.device)
     return torch.mul(values, scale, out=product)
 
 
