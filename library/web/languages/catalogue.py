@@ -6,7 +6,7 @@ that they pass to ``tr``.  A text that a catalogue lacks stays English; a test s
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +108,15 @@ def build_translated_environment(language: str) -> Any:
     """Build the templates of the page in a language."""
     catalogue = read_catalogue(language)
     environment = build_environment("library.web", change_source=lambda source: translate_template(source, catalogue))
-    environment.filters["tr"] = lambda text: catalogue.get(str(text), str(text))
+    environment.filters["tr"] = lambda text, *parts: fill_in(catalogue.get(str(text), str(text)), parts)
     return environment
+
+
+def fill_in(text: str, parts: Sequence[object]) -> str:
+    """Put parts where a text has ``{0}``, ``{1}``."""
+    for number, part in enumerate(parts):
+        text = text.replace(f"{{{number}}}", str(part))
+    return text
 
 
 def list_script_texts() -> list[str]:

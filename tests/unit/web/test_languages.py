@@ -8,7 +8,7 @@ import pytest
 from web_pages import open_page, write_run
 
 from library.web import languages, workbench
-from library.web.guided import model_choices, plain_words, step_pages
+from library.web.guided import family_pictures, model_choices, plain_words, step_pages
 from library.web.guided.caption_model import KNOWN_MODELS
 from library.web.languages.catalogue import (
     LANGUAGES,
@@ -43,7 +43,10 @@ def list_constants() -> set[str]:
     sentences = {*plain_words.FAMILY_SENTENCES.values(), *plain_words._KINDS.values()}
     states = set("waiting running stopping stopped finished failed".split())
     groups = {"To try it", "On this computer", "From the hub, downloaded when the run starts, or now"}
-    titles = {"Compare", "Log in", "Not possible", model_choices.build_demo_choice().sentence}
+    demo = model_choices.build_demo_choice()
+    titles = {"Compare", "Log in", "Not possible", demo.sentence, demo.facts}
+    drawn = {*family_pictures.TEXTS.values(), family_pictures.BILLION, family_pictures.MILLION}
+    titles |= drawn
     return literals - {"model"} | sections | fields | sentences | states | groups | titles | {*KNOWN_MODELS.values()}
 
 
