@@ -40,7 +40,7 @@ class ModelPicture:
     num_inputs: int
     """The pictures that go in beside the text."""
     width: int
-    """Of what the model makes by default, in pixels."""
+    """The width of what the model makes by default, in pixels."""
     height: int
     num_parameters: int = 0
     """0: not known, so no bar is drawn."""

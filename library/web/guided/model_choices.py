@@ -45,9 +45,9 @@ class ModelChoice:
     size: int = 0
     facts: str = ""
     number: str = ""
-    """What is filled into ``facts``."""
+    """The number that is filled into ``facts``."""
     family_title: str = ""
-    """Where the title is that of a file or folder."""
+    """The name of the family, if the title is that of a file or folder."""
     picture: ModelPicture | None = None
     is_usable: bool = True
 

@@ -58,7 +58,12 @@ const Viewer = (() => {
   byId("viewer-split").addEventListener("input", split);
   byId("viewer-close").addEventListener("click", () => viewer.close());
   byId("viewer-full").addEventListener("click", toggleFullScreen);
-  viewer.addEventListener("close", () => { if (document.fullscreenElement) document.exitFullscreen(); });
+  // The picture that opened it may have been drawn anew meanwhile.
+  viewer.addEventListener("close", () => {
+    if (document.fullscreenElement) document.exitFullscreen();
+    const pictures = [...document.querySelectorAll("[data-picture]")];
+    returnFocus(pictures.find((each) => each.dataset.picture === `${open.row} ${open.right}`), pictures[0]);
+  });
   for (const side of ["left", "right"]) {
     byId(`viewer-${side}`).addEventListener("change", (event) => { open[side] = event.target.value; show(open.row, open.right); });
   }
