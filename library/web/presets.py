@@ -25,7 +25,7 @@ class FamilyPreset:
     settings: Mapping[str, Any]
     is_for_gpu: bool = True
     num_parameters: int = 0
-    """Those of the denoiser of ``model``."""
+    """The number of parameters of the denoiser of ``model``."""
 
     def build_values(self) -> dict[str, Any]:
         model = {"pretrained_model_name_or_path": self.model} if self.model else {}

@@ -135,7 +135,8 @@ def check_names(window: Chromium) -> None:
 def go_on(window: Chromium, step: str, selector: str) -> None:
     check_names(window)
     window.use("#next-step")
-    window.wait_for(f"location.pathname.startsWith('/train/{step}/') && document.querySelector('{selector}')")
+    window.wait_for(f"location.pathname.startsWith('/train/{step}/') && document.readyState === 'complete'")
+    window.wait_for(f"document.querySelector('{selector}')")
 
 
 def mend_all_pictures(window: Chromium) -> None:
@@ -237,12 +238,12 @@ def look_at_the_run_by_keys(window: Chromium, folder: Path) -> None:
 
 def compare_delete_and_put_back_by_keys(window: Chromium) -> None:
     window.use(".bar [href='/runs']")
-    window.wait_for("document.querySelectorAll('#rows tr').length === 2")
+    window.wait_for("document.readyState === 'complete' && document.querySelectorAll('#rows tr').length === 2")
     for name in ("mika", "other"):
         window.use(f"[aria-label='Compare {name}']", " ")
     check_names(window)
     window.use("#compare", modifiers=8)
-    window.wait_for("document.querySelector('#previews img')")
+    window.wait_for("document.readyState === 'complete' && document.querySelector('#previews img')")
     window.walk_to("#preview-step")
     window.press("Home")
     assert window.evaluate("document.activeElement.getAttribute('aria-valuetext')") == window.read_text(
@@ -251,7 +252,7 @@ def compare_delete_and_put_back_by_keys(window: Chromium) -> None:
     window.press("End")
     look_at_pictures_by_keys(window, "#previews tr:nth-child(2) td:last-child button")
     window.use(".bar [href='/runs']", modifiers=8)
-    window.wait_for("document.querySelectorAll('#rows tr').length === 2")
+    window.wait_for("document.readyState === 'complete' && document.querySelectorAll('#rows tr').length === 2")
     window.use("[aria-label='Compare other']", " ")
     window.use("#delete", modifiers=8)
     window.wait_for_focus("[data-restore]")
@@ -287,7 +288,7 @@ def test_all_is_done_by_keys_alone_from_25_photographs_to_a_lora(window, tmp_pat
     choose_settings_by_keys(window)
     check_names(window)
     window.use("#start")
-    window.wait_for("location.pathname.startsWith('/runs/')")
+    window.wait_for("location.pathname.startsWith('/runs/') && document.readyState === 'complete'")
     window.wait_for("document.querySelector('#status')?.innerText === 'finished'", 300)
     window.wait_for("document.querySelector('#state-change[role=status]').innerText === 'finished'")
     check_names(window)
@@ -304,7 +305,7 @@ def test_all_is_done_by_keys_alone_from_25_photographs_to_a_lora(window, tmp_pat
     window.walk_to("#language", modifiers=8)
     for key, language in (("ArrowDown", "ko"), ("ArrowUp", "en")):
         window.press(key)
-        window.wait_for(f"document.documentElement.lang === '{language}'")
+        window.wait_for(f"document.documentElement.lang === '{language}' && document.readyState === 'complete'")
         window.wait_for_focus("#language")
     for path in ("pictures", "lora", "pictures/0/loras/mika/dataset.toml"):
         window.goto(f"{address}/{path}")
