@@ -2,7 +2,7 @@
 "use strict";
 const Viewer = (() => {
   let data = { columns: [], rows: [] }, open = null, onStep = null;
-  const viewer = byId("viewer");
+  const viewer = byId("viewer"), body = byId("viewer-body");
 
   // Columns are steps or runs; each row has the pictures of a prompt by column.
   function setData(columns, rows) {
@@ -52,7 +52,7 @@ const Viewer = (() => {
 
   function toggleFullScreen() {
     if (document.fullscreenElement) document.exitFullscreen();
-    else viewer.requestFullscreen?.().catch(() => {});
+    else body.requestFullscreen?.();
   }
 
   byId("viewer-split").addEventListener("input", split);

@@ -204,7 +204,7 @@ def look_at_pictures_by_keys(window: Chromium, picture: str) -> None:
     window.press("ArrowLeft")
     assert window.evaluate("document.querySelector('#viewer-over').src") != shown
     window.press("f")
-    window.wait_for("document.fullscreenElement?.id === 'viewer'")
+    window.wait_for("document.fullscreenElement?.id === 'viewer-body'")
     window.press("f")
     window.wait_for("!document.fullscreenElement")
     window.press("Escape")
@@ -229,7 +229,7 @@ def look_at_the_run_by_keys(window: Chromium, folder: Path) -> None:
     for _ in range(3):
         window.press("ArrowRight")
     window.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(folder))
-    window.use("[data-panel=files] a[download]")
+    window.use("[data-panel=files] a[download][href*='mika.safetensors']")
     deadline = time.monotonic() + 30
     while not list(folder.glob("*.safetensors")) and time.monotonic() < deadline:
         time.sleep(0.1)
