@@ -32,7 +32,9 @@ CHART_TITLES = (
     "Gradient norm",
     "Update norm",
     "Data wait (s)",
-    *MEASURED,
+    "Likeness",
+    "Copying",
+    "Drift",
     *(f"{title}{INTERVAL}" for title in MEASURED),
 )
 CURVE_NAMES = (

@@ -176,5 +176,6 @@ def test_charts_and_ages_are_in_the_language_of_the_reader(tmp_path):
     assert shown[catalogue["Loss"]] == [catalogue["each step"], catalogue["mean of 100 steps"]]
     compared = page.get("/api/compare?run=0/gain&run=0/two", headers=korean).json()["curves"][0]
     assert [curve["name"] for curve in compared["curves"]] == ["gain", "two"] and "손실" in compared["title"]
-    os.utime(metrics, (time.time() - 2 * 86_400 - 60,) * 2)
+    for path in (metrics, tmp_path / "gain.run.json"):
+        os.utime(path, (time.time() - 2 * 86_400 - 60,) * 2)
     assert "2일 전" in page.get("/runs", headers=korean).text and "2 days ago" in page.get("/runs").text
