@@ -238,8 +238,8 @@ def look_at_the_run_by_keys(window: Chromium, folder: Path) -> None:
 
 def compare_delete_and_put_back_by_keys(window: Chromium) -> None:
     window.use(".bar [href='/runs']")
-    window.wait_for("document.readyState === 'complete' && document.querySelectorAll('#rows tr').length === 2")
-    for name in ("mika", "other"):
+    window.wait_for("document.readyState === 'complete' && document.querySelectorAll('#rows tr').length === 3")
+    for name in ("other", "third"):
         window.use(f"[aria-label='Compare {name}']", " ")
     check_names(window)
     window.use("#compare", modifiers=8)
@@ -252,21 +252,22 @@ def compare_delete_and_put_back_by_keys(window: Chromium) -> None:
     window.press("End")
     look_at_pictures_by_keys(window, "#previews tr:nth-child(2) td:last-child button")
     window.use(".bar [href='/runs']", modifiers=8)
-    window.wait_for("document.readyState === 'complete' && document.querySelectorAll('#rows tr').length === 2")
+    window.wait_for("document.readyState === 'complete' && document.querySelectorAll('#rows tr').length === 3")
     window.use("[aria-label='Compare other']", " ")
     window.use("#delete", modifiers=8)
     window.wait_for_focus("[data-restore]")
     assert "other" in window.read_text("#deleted-line[role=status]")
     check_names(window)
     window.press("Enter")
-    window.wait_for("document.querySelectorAll('#rows tr').length === 2")
+    window.wait_for("document.querySelectorAll('#rows tr').length === 3")
     window.wait_for_focus("#filter")
 
 
 def test_all_is_done_by_keys_alone_from_25_photographs_to_a_lora(window, tmp_path):
     window, address, root = window
     write_faulty_pictures(root / "mika")
-    write_run(root / "other", "other", previews=1)
+    for name in ("other", "third"):
+        write_run(root / "others", name, previews=1)
     window.goto(f"{address}/train")
     window.use("#choose-machine")
     window.wait_for("document.querySelector('#machine-folders button')")
