@@ -298,7 +298,7 @@ def test_all_is_done_by_keys_alone_from_25_photographs_to_a_lora(window, tmp_pat
     compare_delete_and_put_back_by_keys(window)
 
     window.use(".bar [href='/new']")
-    window.wait_for_text("No problems")
+    window.wait_for("document.readyState === 'complete' && document.querySelector('#state').innerText !== 'checking…'")
     window.walk_to("#import")
     window.answer_file_chooser([IMPORTED / "kohya_sdxl.json"])
     window.wait_for_focus("#import-use")
