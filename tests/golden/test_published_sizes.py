@@ -32,6 +32,7 @@ from library.models.model_configs import (
     list_family_configs,
     load_bundled_config,
 )
+from library.web.presets import PRESETS
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 
@@ -428,3 +429,22 @@ def test_the_file_of_qwen_image_edit_2511_is_told_from_qwen_image_by_its_mark():
     assert match(shapes) == {name: name for name in names}
     marked = match(shapes | {"__index_timestep_zero__": (0,)})
     assert marked == {**dict.fromkeys(names), "qwen_image_edit_plus": "qwen_image_edit_plus_2511"}
+
+
+def test_presets_state_the_parameters_of_the_model_that_they_download():
+    """Those of one of the family's models; where its name says how many billions, near that."""
+    num_named = 0
+    for name, preset in PRESETS.items():
+        family = name if name in FAMILY_FACTS else "flux2_klein"
+        if not preset.model:
+            continue
+        assert preset.num_parameters in {
+            COUNTS[config, part]
+            for config, part in COUNTS
+            if get_family_name(config) == family and part == FAMILY_FACTS[family].denoiser_name
+        }, name
+        if found := re.search(r"-(\d+(?:\.\d+)?)b\b", preset.model.replace("_", "-"), re.IGNORECASE):
+            assert preset.num_parameters / 1e9 == pytest.approx(float(found[1]), rel=0.2), name
+            num_named += 1
+    assert num_named > 10
+    assert PRESETS["kandinsky5_video"].num_parameters == COUNTS["kandinsky5_video", "transformer"], "Lite"

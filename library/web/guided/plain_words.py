@@ -65,9 +65,3 @@ _KINDS = {
 def describe_family(name: str, facts: FamilyFacts) -> str:
     """Return one sentence about a family; made from its facts where none was written."""
     return FAMILY_SENTENCES.get(name) or _KINDS[facts.pipeline.kind]
-
-
-def format_parameters(facts: FamilyFacts) -> str:
-    """Format how large a model is; empty if that is not known."""
-    count = facts.pipeline.num_parameters
-    return f"{count / 1e9:.2g} billion parameters" if count else ""
