@@ -365,7 +365,7 @@ def test_files_of_published_size_are_detected_with_original_and_diffusers_keys(c
     (
         "sd3 sd3_5_medium flux flux_schnell chroma flux2_dev flux2_klein_4b z_image aura_flow lumina2 ovis_image "
         "longcat_image krea2 anima flux3 hunyuan_image qwen_image21 pixart_sigma wan wan_14b "
-        "wan_i2v wan_flf2v wan_vace hunyuan_video hunyuan_video15"
+        "wan_i2v wan_flf2v wan_vace wan_fun_control hunyuan_video hunyuan_video15"
     ).split(),
 )
 @pytest.mark.slow

@@ -123,9 +123,6 @@ FACTS = FamilyFacts(
             ("img_emb.proj.1.weight", None): ("transformer", "image_dim"),
             ("vace_patch_embedding.weight", None): ("transformer", "vace_in_channels"),
         },
-        unsupported_shapes={
-            ("patch_embedding.weight", 1, 48): "Wan 2.1 Fun-Control, which cannot be trained yet",
-        },
         unsupported_file_names=dict.fromkeys(
             ("high_noise", "low_noise"),
             "one of the two transformers of Wan 2.2 A14B; for low noise give the file of the other as --dit_high_noise,"
