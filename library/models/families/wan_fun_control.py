@@ -40,7 +40,7 @@ def _match_wan_fun_control(read: ConfigReader) -> FamilyMatch | None:
 FACTS = replace(
     IMAGE_FACTS,
     title="Wan 2.1 Fun-Control",
-    pipeline=replace(IMAGE_FACTS.pipeline, num_parameters=16_395_862_016, hub_id="", frame_encoders=()),
+    pipeline=replace(IMAGE_FACTS.pipeline, num_parameters=16_395_124_544, hub_id="", frame_encoders=()),
     detection=replace(
         IMAGE_FACTS.detection,
         match_configs=_match_wan_fun_control,
@@ -153,7 +153,8 @@ def _build_pipeline_class(has_first_frame: bool) -> Any:
 
         def encode_image(self, image: Any, device: Any = None) -> torch.Tensor:
             if self.has_first_frame:
-                return super().encode_image(image, device)  # type: ignore[no-any-return]
+                states: torch.Tensor = super().encode_image(image, device)
+                return states
             return torch.zeros(1, 1, self.transformer.config.image_dim, device=device)
 
         def prepare_latents(self, image: Any, count: int, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
