@@ -151,6 +151,6 @@ def _fold_mask(mask: Tensor, num_frames: int) -> Tensor:
     from torch.nn.functional import interpolate
 
     height, width = (side // MASK_FACTOR for side in mask.shape[-2:])
-    folded = mask.squeeze(1).unflatten(2, (height, MASK_FACTOR)).unflatten(4, (width, MASK_FACTOR))
+    folded = mask.reshape((len(mask), -1, height, MASK_FACTOR, width, MASK_FACTOR))
     channels = folded.permute((0, 3, 5, 1, 2, 4)).flatten(1, 2)
     return interpolate(channels, size=(num_frames, height, width), mode="nearest-exact")
