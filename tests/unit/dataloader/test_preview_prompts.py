@@ -351,7 +351,7 @@ def test_two_guidances_of_a_model_that_has_one_are_refused_where_they_differ(tmp
 def test_a_control_clip_of_a_preview_is_found_checked_and_only_for_models_that_take_one(tmp_path):
     write_clip(tmp_path / "pose.mp4", 12, 24, (32, 32))
     assert problems(tmp_path, "p.txt", "a --cn none.mp4\n") == [":1: --cn: none.mp4: no such file or folder"]
-    (prompt,) = read(tmp_path, "p.txt", "a --cn pose.mp4 --f 9\n")
+    (prompt,) = read(tmp_path, "p.txt", "a --cn pose.mp4\n")
     assert prompt.control_clips == (tmp_path / "pose.mp4",)
     reasons = {
         name: [str(problem) for problem in validate_prompts([prompt, Prompt("b")], detect_model(f"random:{name}:tiny"))]
