@@ -117,6 +117,8 @@ COUNTS = {
     ("wan_flf2v", "transformer"): 16_395_536_704,
     ("wan_vace", "transformer"): 2_153_972_032,
     ("wan_vace_14b", "transformer"): 17_337_592_896,
+    ("wan_fun_control", "transformer"): 1_564_502_336,
+    ("wan_fun_control_14b", "transformer"): 16_395_124_544,
     ("wan22_t2v", "transformer_2"): 14_288_491_584,
     ("wan22_t2v", "transformer"): 14_288_491_584,
     ("wan22_i2v", "transformer"): 14_288_901_184,
