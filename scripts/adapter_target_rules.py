@@ -55,7 +55,7 @@ def _assign(rule: TargetRule, *families: str) -> dict[str, TargetRule]:
 
 
 QWEN_FAMILIES = ("qwen_image", "qwen_image_edit", "qwen_image_edit_plus")
-WAN_FAMILIES = ("wan", "wan_i2v", "wan_flf2v", "wan_fun_control", "wan22_t2v", "wan22_i2v")
+WAN_FAMILIES = ("wan", "wan_i2v", "wan_flf2v", "wan22_t2v", "wan22_i2v")
 
 RULES: Mapping[str, Mapping[str, TargetRule]] = {
     "sd-scripts": {

@@ -53,7 +53,13 @@ FACTS = replace(
         },
         trainer_names=TrainerNames(),
     ),
-    lora=replace(IMAGE_FACTS.lora, modelspec_architecture="wan2.1-fun-control"),
+    # Without a given frame all tokens of the image are alike, and its projections get no gradient.
+    lora=replace(
+        IMAGE_FACTS.lora,
+        targets=TEXT_FACTS.lora.targets,
+        targets_of="",
+        modelspec_architecture="wan2.1-fun-control",
+    ),
     control=ControlFacts(num_images=(1, 1), are_channels=True),
     sampling=SamplingFacts(num_inference_steps=50, guidance_scale=6.0, image_size=(832, 480)),
     options=FamilyOptions(
@@ -105,6 +111,7 @@ FROM_IMAGE_FACTS = replace(
     FACTS,
     title="Wan 2.1 Fun-Control from images",
     pipeline=replace(FACTS.pipeline, frame_encoders=("image_encoder",)),
+    lora=replace(FACTS.lora, targets=IMAGE_FACTS.lora.targets),
     sampling=replace(FACTS.sampling, frame_images=("image_path",)),
     options=replace(
         FACTS.options,

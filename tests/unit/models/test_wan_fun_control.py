@@ -42,6 +42,7 @@ def test_the_transformer_gets_the_control_the_first_frame_and_what_clip_sees_in_
     given, seen = torch.zeros_like(noisy), torch.zeros(2, CLIP_TOKENS, pipe.transformer.config.image_dim)
     if name.endswith("_from_image"):
         given[:, :, :1] = encode(pipe, clips[:, :, :1])
+        pipe.has_first_frame = True
         images = [pipe.video_processor.postprocess(clip[None, :, 0])[0] for clip in clips]
         seen = torch.cat([pipe.encode_image(image) for image in images])
     texts = torch.zeros(2, 512, pipe.transformer.config.text_dim)
