@@ -123,6 +123,9 @@ FACTS = FamilyFacts(
             ("img_emb.proj.1.weight", None): ("transformer", "image_dim"),
             ("vace_patch_embedding.weight", None): ("transformer", "vace_in_channels"),
         },
+        unsupported_shapes={
+            ("ref_conv.weight", 1, 16): "Wan Fun-Control 1.1 or 2.2, whose reference images are not supported yet"
+        },
         unsupported_file_names=dict.fromkeys(
             ("high_noise", "low_noise"),
             "one of the two transformers of Wan 2.2 A14B; for low noise give the file of the other as --dit_high_noise,"

@@ -44,13 +44,6 @@ FACTS = replace(
     detection=replace(
         IMAGE_FACTS.detection,
         match_configs=_match_wan_fun_control,
-        unsupported_shapes={
-            (
-                "ref_conv.weight",
-                1,
-                16,
-            ): "Wan 2.1 Fun-Control 1.1, which takes a reference image and cannot be trained yet"
-        },
         trainer_names=TrainerNames(),
     ),
     # Without a given frame all tokens of the image are alike, and its projections get no gradient.
