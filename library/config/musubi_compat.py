@@ -51,10 +51,8 @@ MISSING_MODELS = {
 }
 """The models of musubi-tuner that cannot be trained here, by their network modules."""
 
-MISSING_TASKS = {
-    **dict.fromkeys(("t2v-1.3B-FC", "t2v-14B-FC", "i2v-14B-FC"), "Wan 2.1 Fun-Control, which makes videos from clips"),
-}
-"""The models of musubi-tuner that cannot be trained here, by their tasks; those of Kandinsky 5 begin with k5."""
+FIRST_FRAME_TASK = "i2v-14B-FC"
+"""The task of Wan 2.1 Fun-Control whose clips begin with a given frame."""
 
 _SUPPORTED = (
     "the models of musubi-tuner that can be trained are FLUX.1 Kontext, FLUX.2, Qwen-Image, Wan 2.1 and 2.2 A14B,"
@@ -150,9 +148,8 @@ def find_missing_model(settings: Collection[RawSetting]) -> Problem | None:
         text = f"{module} is musubi-tuner's module of {MISSING_MODELS[module]}"
         return Problem("network_module", text, _SUPPORTED, place=place)
     task = _find_text(settings, "task")
-    model = "Kandinsky 5" if task.startswith("k5") else MISSING_TASKS.get(task)
-    if model is not None:
-        text = f"{task} is {model}; it is not supported yet"
+    if task.startswith("k5"):
+        text = f"{task} is Kandinsky 5; it is not supported yet"
         return Problem("task", text, _SUPPORTED, place=_find_place(settings, "task"))
     return None
 
@@ -188,6 +185,8 @@ def list_musubi_values(values: Mapping[str, Any]) -> dict[str, Any]:
         taken["noise_experts"] = expert
     if adapter.network_module == KONTEXT_MODULE and not values.keys() & {"model_version", "family"}:
         taken["model_version"] = KONTEXT_VERSION
+    if values.get("model_version") == FIRST_FRAME_TASK and "image_to_video" not in values:
+        taken["image_to_video"] = True
     return taken
 
 

@@ -118,6 +118,8 @@ COUNTS = {
     ("wan_flf2v", "transformer"): 16_395_536_704,
     ("wan_vace", "transformer"): 2_153_972_032,
     ("wan_vace_14b", "transformer"): 17_337_592_896,
+    ("wan_fun_control", "transformer"): 1_564_502_336,
+    ("wan_fun_control_14b", "transformer"): 16_395_124_544,
     ("wan22_t2v", "transformer_2"): 14_288_491_584,
     ("wan22_t2v", "transformer"): 14_288_491_584,
     ("wan22_i2v", "transformer"): 14_288_901_184,
@@ -366,7 +368,7 @@ def test_files_of_published_size_are_detected_with_original_and_diffusers_keys(c
     (
         "sd3 sd3_5_medium flux flux_schnell chroma flux2_dev flux2_klein_4b z_image aura_flow lumina2 ovis_image "
         "longcat_image krea2 anima flux3 hunyuan_image qwen_image21 pixart_sigma wan wan_14b "
-        "wan_i2v wan_flf2v wan_vace hunyuan_video hunyuan_video15"
+        "wan_i2v wan_flf2v wan_vace wan_fun_control hunyuan_video hunyuan_video15"
     ).split(),
 )
 @pytest.mark.slow

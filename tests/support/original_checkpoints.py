@@ -726,7 +726,9 @@ TRANSFORMERS = {
     "kandinsky5_image": nn.Module.state_dict,
     "hunyuan_video": convert_hunyuan_video_transformer,
     "hunyuan_video15": convert_hunyuan_video15_transformer,
-    **dict.fromkeys(("wan", "wan_i2v", "wan_flf2v", "wan_vace", "wan22_ti2v"), convert_wan_transformer),
+    **dict.fromkeys(
+        ("wan", "wan_i2v", "wan_flf2v", "wan_vace", "wan_fun_control", "wan22_ti2v"), convert_wan_transformer
+    ),
 }
 """How to write the denoiser of each family with the names of its published file."""
 

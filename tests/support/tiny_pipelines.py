@@ -864,8 +864,8 @@ def _build_clip_encoder(normalize: Callable[[Any, Tensor], Tensor]) -> Callable[
     return lambda pipe, clips: normalize(pipe, pipe.vae.encode(clips).latent_dist.mode())
 
 
-def wan(name: str = "wan") -> TinyCase:
-    texts, latents = _draw_tensors((512, 16), (4, 1, HEIGHT // 8, WIDTH // 8))
+def wan(name: str = "wan", channels: int = 4) -> TinyCase:
+    texts, latents = _draw_tensors((512, 16), (channels, 1, HEIGHT // 8, WIDTH // 8))
     texts[0, 13:], texts[1, 7:] = 0, 0
     one_frame = {"num_frames": 1}
 
@@ -980,6 +980,35 @@ def wan_vace() -> TinyCase:
         untrained=r".*\.proj_(in|out)$",
         tolerances={"rtol": 1e-5, "atol": 1e-5},  # of latents that are divided here, and multiplied there
     )
+
+
+def _add_control(tiny: TinyCase, family: Any) -> TinyCase:
+    """Give both rows of a case one control clip, and as many frames as the case has."""
+    ((image,),) = draw_control_clips(1, 1)
+    clip = [image] * tiny.num_frames
+    arguments = {"control_video": clip}
+    return replace(
+        tiny,
+        batch=replace(tiny.batch, control_latents=encode_control_clips(family, tiny.pipe, [clip])),
+        call={**tiny.call, **arguments},
+        sizes={**tiny.sizes, **arguments},
+        texts={**tiny.texts, **arguments},
+        controls=(image,),
+        tolerances={"rtol": 1e-5, "atol": 1e-5},  # of latents that are divided here, and multiplied there
+    )
+
+
+def wan_fun_control() -> TinyCase:
+    return _add_control(wan("wan_fun_control", 3), FAMILIES.get("wan_fun_control")())
+
+
+def wan_fun_control_from_image() -> TinyCase:
+    """A clip of two latent frames, of which the first is given."""
+    tiny, options = wan("wan_fun_control", 3), ModelConfig("random:wan_fun_control:tiny", image_to_video=True)
+    name, model = IMAGE_TO_VIDEO_FAMILIES["wan_fun_control"], detect_model(options)
+    family = FAMILIES.get(name)(options)
+    tiny = replace(tiny, family=name, pipe=family.load(model, torch.float32), model=model)
+    return _add_control(_add_frame_images(tiny, "image", num_frames=5), family)
 
 
 def wan22_t2v() -> TinyCase:
@@ -1632,6 +1661,8 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "wan_i2v": wan_i2v,
     "wan_flf2v": wan_flf2v,
     "wan_vace": wan_vace,
+    "wan_fun_control": wan_fun_control,
+    "wan_fun_control_from_image": wan_fun_control_from_image,
     "wan22_t2v": wan22_t2v,
     "wan22_i2v": wan22_i2v,
     "wan22_ti2v": wan22_ti2v,

@@ -64,6 +64,7 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "wan_i2v": ".wan_i2v:WanI2V",
         "wan_flf2v": ".wan_i2v:WanFLF2V",
         "wan_vace": ".wan_vace:WanVACE",
+        "wan_fun_control": ".wan_fun_control:WanFunControl",
         "wan22_t2v": ".wan22_experts:WanT2VExperts",
         "wan22_i2v": ".wan22_experts:WanI2VExperts",
         "wan22_ti2v": ".wan22_ti2v:WanTI2V",
@@ -94,6 +95,7 @@ CONTROL_FAMILIES: Mapping[str, Mapping[str, str]] = {
 """The values of ``--control`` that each family supports, and the family that trains each of them."""
 
 IMAGE_TO_VIDEO_FAMILIES: Mapping[str, str] = {
+    "wan_fun_control": f"{__package__}.wan_fun_control:WanFunControlFromImage",
     "wan22_ti2v": f"{__package__}.wan22_ti2v:WanTI2VFromImage",
     "ltx_video095": f"{__package__}.ltx_video095:LTXVideo095FromImage",
     "ltx2": f"{__package__}.ltx2:LTX2FromImage",

@@ -50,6 +50,7 @@ FAMILY_SENTENCES: Mapping[str, str] = {
     "nucleus_image": "Large, but quick for its size: a picture uses 2 of its 17 billion weights.",
     "wan": "Short videos; trained on pictures it learns what things look like.",
     "wan_vace": "Videos that follow another one: poses, depth, lines, or a part of it that is painted anew.",
+    "wan_fun_control": "Videos that follow another one, such as poses, depth or lines; also from their first picture.",
     "hunyuan_video": "Videos; trained on pictures it learns what things look like.",
     "ltx_video": "Quick, short videos on small cards.",
     "ltx2": "Videos with sound, of which it learns the pictures; very large, so cards from 32 GB.",
