@@ -28,6 +28,7 @@ class Purpose:
     LORA_DROPOUT, LATENT_SAMPLE, NOISE = "dropout", "vae", "noise"
     NOISE_OFFSET, MULTIRES_NOISE, INPUT_NOISE = "noise offset", "multires noise", "input noise"
     TEXT_DROPOUT, POSITION_CROP = "text encoder dropout", "position crop"
+    SOUND_NOISE = "sound noise"
 
     # Sliders: how far a step denoises and at which size, by step; the crop that SDXL is told, by step and position.
     SLIDER_STEPS, SLIDER_SIZE, SLIDER_CROP = "slider steps", "slider size", "slider crop"
@@ -39,6 +40,7 @@ class Purpose:
     TIMESTEP_BUCKETS = "timestep buckets"
 
     VALIDATION_NOISE = VALIDATION_BATCH = "measured"
+    VALIDATION_SOUND_NOISE = "measured sound"
 
     # Initial weights of the adapter, by module: "PURPOSE/MODULE"; other adapter types use the names of their tensors.
     LORA_INIT = "lora"

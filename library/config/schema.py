@@ -270,6 +270,13 @@ class ModelConfig:
         needs=(OfModel(),),
         changes_text_outputs=False,
     )
+    train_audio: bool = define_option(
+        False,
+        "train the sound of clips together with their frames (LTX-2); clips without sound are trained on their frames "
+        "alone; needs cached latents; previews of clips get sound",
+        needs=(OfModel(),),
+        changes_text_outputs=False,
+    )
     control: Literal["none", "omini", "channels"] = define_option(
         "none",
         "train conditioning on images: omini: OminiControl, the condition as extra tokens, with LoRA on these only "

@@ -181,6 +181,22 @@ def _find_slow_clips(clips: "Sequence[ClipSummary]") -> Iterator[DataNotice]:
         )
 
 
+def describe_sound(samples: "Sequence[Sample]") -> str:
+    """Describe how many windows have sound, of a run that trains it."""
+    windows = [sample for sample in samples if sample.num_frames > 1]
+    return f"sound: {sum(sample.has_sound for sample in windows)} of {len(windows)} windows have sound"
+
+
+def find_silent_clips(samples: "Sequence[Sample]") -> list[DataNotice]:
+    """Find the clips with windows without sound, of a run that trains it."""
+    counts: Counter[str] = Counter(
+        sample.image.key for sample in samples if sample.num_frames > 1 and not sample.has_sound
+    )
+    names = [f"{name} ({count} window{'s' * (count != 1)})" for name, count in counts.items()]
+    text = "{} with windows that have no sound, or in less than half of their time, trained on frames alone"
+    return list(_build_notice(names, text, "clip"))
+
+
 def _compute_mean_rate(clip: "ClipSummary") -> float:
     return float(clip.frames.num_frames / clip.frames.duration) if clip.frames.duration else 0.0
 

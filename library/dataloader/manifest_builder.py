@@ -18,7 +18,13 @@ from ..dataset.scan import ImageDefect, ScanResult, scan_images
 from ..dataset.scan_cache import ScanRoots
 from ..dataset.schema import DatasetConfig
 from ..dataset.sources import list_all_images
-from ..dataset.validate import find_unused_keys, report_clips, validate_epoch_length, validate_stages_not_empty
+from ..dataset.validate import (
+    find_untimed_clips,
+    find_unused_keys,
+    report_clips,
+    validate_epoch_length,
+    validate_stages_not_empty,
+)
 from ..errors import ConfigError, FileError
 from ..problems import Problem, report_file
 from ..storage.filesystems import RemoteOutage
@@ -28,6 +34,8 @@ from .invalid_images import (
     DataProblem,
     collect_clip_notices,
     collect_notices,
+    describe_sound,
+    find_silent_clips,
     format_problem_counts,
     is_summary_truncated,
     summarize_bad_data,
@@ -55,6 +63,8 @@ def build_manifest(
     listings = list(list_all_images(datasets))
     listing_problems = [problem for listing in listings for problem in listing.problems]
     listing_problems += [report_clips(each.subset) for each in listings if each.has_clips and frame_rule is None]
+    if frame_rule is not None and frame_rule.sound_rate:
+        listing_problems += find_untimed_clips(each.subset for each in listings if each.has_clips)
     notes += [note for listing in listings for note in listing.notes]
     found = [image for listing in listings for image in listing.images]
     bad = [DataProblem("missing", problem) for listing in listings for problem in listing.missing]
@@ -76,6 +86,9 @@ def build_manifest(
         bad_data = _collect_bad_data(bad, unmatched, num_unusable, total, scan.cache_folders)
         raise FileError([*listing_problems, *bad_data])
     clip_notices = collect_clip_notices(datasets, built.clips)
+    if frame_rule is not None and frame_rule.sound_rate:
+        notes.append(describe_sound(samples))
+        clip_notices += find_silent_clips(samples)
     notices = [*collect_notices(datasets, samples, assignments, scan.images), *clip_notices]
     notes = list(dict.fromkeys(notes))  # two datasets may use the same folder
     notes += dict.fromkeys([*scan.notes, *masks.notes, *controls.notes, *(notice.text for notice in notices)])
@@ -86,7 +99,11 @@ def build_manifest(
     for number in range(len(datasets)):
         samples, added = balance_regularization_images(samples, number)
         notes += added
-    if problems := list(_find_missing_samples(datasets, samples, split.validation_samples)):
+    problems = list(_find_missing_samples(datasets, samples, split.validation_samples))
+    if frame_rule is not None and frame_rule.sound_rate and not any(sample.has_sound for sample in samples):
+        reason = "no window that is trained has sound for at least half of its time"
+        problems.append(Problem("train_audio", reason, "remove it to train frames alone"))
+    if problems:
         told = [Problem("", notice.text) for notice in clip_notices]  # such as which clips are too short
         raise FileError([*summarize_bad_data(bad), *told, *problems])
     return Manifest(
@@ -208,7 +225,8 @@ class _SampleBuilder:
                 windows=tuple(sorted(Counter(length for _, length in windows).items())),
             )
         )
-        return [FrameWindow(start, length, clip) for start, length in windows]
+        found = [FrameWindow(start, length, clip) for start, length in windows]
+        return [replace(window, has_sound=window.is_heard()) for window in found] if rule.sound_rate else found
 
     def _build_sample(self, item: ListedImage, image: InspectedImage, window: FrameWindow | None) -> Sample:
         dataset = self.dataset_stages[item.dataset][-1]

@@ -3,7 +3,7 @@
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal, get_args
 
@@ -17,7 +17,7 @@ VAE_FRAME_STRIDE = 4
 DEFAULT_MAX_FRAMES = 129
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class FrameRule:
     """What a model asks of the frames of a clip."""
 
@@ -31,6 +31,8 @@ class FrameRule:
     """Copies of the first latent frame before it, which make the clip whole patches of several latent frames."""
     sound_rate: float = 0.0
     """The latents of sound per second of a model that is trained on the sound of clips, too; 0: on frames alone."""
+    sound_channels: int = 0
+    """The channels of a latent of sound."""
 
     def round_down(self, length: int) -> int:
         """Round a number of frames down to one that the model takes."""
@@ -43,6 +45,10 @@ class FrameRule:
     def count_sound_latents(self, length: int) -> int:
         """Count the latents of the sound of a clip of this length."""
         return round(length / self.fps * self.sound_rate)
+
+    def select_sound(self, *, has_sound: bool) -> "FrameRule":
+        """Return the rule for clips with sound or without."""
+        return self if has_sound else replace(self, sound_rate=0.0)
 
 
 @dataclass(frozen=True)

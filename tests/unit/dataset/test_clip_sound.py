@@ -25,7 +25,12 @@ def cut(path, start: int, length: int, fps: float = 24.0) -> FrameWindow:
     return FrameWindow(start, length, replace(clip.frames, conversion=RateConversion(fps)))
 
 
-CONTAINERS = [("a.mkv", "pcm_s16le", 48000), ("a.mp4", "aac", 44100), ("a.webm", "libopus", 48000), ("a.ts", "aac", 48000)]
+CONTAINERS = [
+    ("a.mkv", "pcm_s16le", 48000),
+    ("a.mp4", "aac", 44100),
+    ("a.webm", "libopus", 48000),
+    ("a.ts", "aac", 48000),
+]
 
 
 @pytest.mark.parametrize(("name", "codec", "rate"), CONTAINERS)
