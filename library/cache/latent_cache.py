@@ -175,9 +175,8 @@ class LatentEncoder:
             return self.encoders.family.encode_frame_cond(pipe, values, Moments(moments))
 
     def _encode_sound(self, pipe: Any, sound: Waveform, num_frames: int) -> Tensor:
-        on_device = torch.from_numpy(sound.samples).to(self.encoders.strategy.device)
-        with torch.no_grad(), torch.autocast(on_device.device.type, enabled=False):
-            return self.encoders.family.encode_sound(pipe, on_device, sound.rate, num_frames)
+        with torch.no_grad(), torch.autocast(self.encoders.strategy.device.type, enabled=False):
+            return self.encoders.family.encode_sound(pipe, torch.from_numpy(sound.samples), sound.rate, num_frames)
 
     def _resize_mask(self, mask: MaskPixels, latent_size: tuple[int, int]) -> Tensor:
         """Resize a mask to the latents, on the device as training does."""

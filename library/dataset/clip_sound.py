@@ -128,7 +128,10 @@ def convert_samples(frame: Any) -> Samples:
 
 
 def mix_to_stereo(channels: Samples) -> Samples:
-    """Mix channels to left and right, as Lightricks' trainer does: one channel is both sides, unknown ones their mean."""
+    """Mix channels to left and right, as Lightricks' trainer does.
+
+    One channel is both sides; of a number of channels that has no usual order, both sides are the mean.
+    """
     count = len(channels)
     if count == 2:
         return channels

@@ -93,16 +93,17 @@ def compute_log_mel(samples: Tensor, rate: int, hop: int, num_bands: int) -> Ten
 def encode_sound_latents(vae: Any, samples: Tensor, num_latents: int) -> Tensor:
     """Encode stereo sound (2, samples) at the VAE's rate to latents (latents, channels), normalized as the pipeline's.
 
+    Spectrograms are computed where the samples are, on the host: devices round convolutions to few bits by default.
     The VAE is causal, so latents beyond ``num_latents`` are left out with the frames of the spectrogram that they need.
     """
     config, factor = vae.config, vae.temporal_compression_ratio
-    mel = compute_log_mel(samples.to(vae.device), config.sample_rate, config.mel_hop_length, config.mel_bins)
+    mel = compute_log_mel(samples, config.sample_rate, config.mel_hop_length, config.mel_bins)
     num_frames = (num_latents - 1) * factor + 1
     missing = num_frames - mel.shape[1]
     if missing > 0:
         mel = functional.pad(mel, (0, 0, 0, missing), value=math.log(MEL_FLOOR))
     with disable_autocast(vae):
-        latents = vae.encode(mel[None, :, :num_frames].to(vae.dtype)).latent_dist.mode()
+        latents = vae.encode(mel[None, :, :num_frames].to(vae.device, vae.dtype)).latent_dist.mode()
     tokens: Tensor = latents[0].transpose(0, 1).flatten(1)
     return (tokens - vae.latents_mean.to(tokens)) / vae.latents_std.to(tokens)
 

@@ -333,6 +333,8 @@ def validate_sound(config: RunConfig, family: Family, engine: str) -> Iterator[P
     elif not config.cache.caches_latents:
         text = "sound is read and encoded once, together with the latents of the clips"
         yield Problem(option, text, "add --cache_latents_to_disk or --cache_latents", others=("cache_latents",))
+    if config.adapter.is_full:
+        yield Problem(option, "full training has not been tried with sound", "train lora", others=("train",))
     if preserved := config.preservation.active_option:
         text = "the output of the base model is preserved for frames alone"
         yield Problem(option, text, f"remove it or {preserved}", others=(preserved,))
