@@ -41,7 +41,7 @@ class Waveform:
     @property
     def num_samples(self) -> int:
         """The number of samples of the window itself."""
-        return self.samples.shape[1] - 2 * self.context
+        return int(self.samples.shape[1]) - 2 * self.context
 
 
 def read_window_sound(image: ImageRef, window: FrameWindow) -> Waveform:
@@ -120,11 +120,13 @@ def convert_samples(frame: Any) -> Samples:
     values = frame.to_ndarray()
     if not frame.format.is_planar:
         values = values.reshape(-1, frame.layout.nb_channels).T
+    offset, scale = 0.0, 1.0
     if values.dtype == np.uint8:
-        return (values.astype(np.float32) - 128) / 128
-    if np.issubdtype(values.dtype, np.integer):
-        return (values / -float(np.iinfo(values.dtype).min)).astype(np.float32)
-    return values.astype(np.float32)
+        offset = scale = 128.0
+    elif np.issubdtype(values.dtype, np.integer):
+        scale = -float(np.iinfo(values.dtype).min)
+    converted: Samples = ((values - offset) / scale).astype(np.float32)
+    return converted
 
 
 def mix_to_stereo(channels: Samples) -> Samples:

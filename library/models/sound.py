@@ -104,8 +104,9 @@ def encode_sound_latents(vae: Any, samples: Tensor, num_latents: int) -> Tensor:
         mel = functional.pad(mel, (0, 0, 0, missing), value=math.log(MEL_FLOOR))
     with disable_autocast(vae):
         latents = vae.encode(mel[None, :, :num_frames].to(vae.device, vae.dtype)).latent_dist.mode()
-    tokens: Tensor = latents[0].transpose(0, 1).flatten(1)
-    return (tokens - vae.latents_mean.to(tokens)) / vae.latents_std.to(tokens)
+    tokens = latents[0].transpose(0, 1).flatten(1)
+    normalized: Tensor = (tokens - vae.latents_mean.to(tokens)) / vae.latents_std.to(tokens)
+    return normalized
 
 
 @torch.no_grad()
