@@ -271,11 +271,7 @@ class ModelConfig:
         changes_text_outputs=False,
     )
     train_audio: bool = define_option(
-        False,
-        "train the sound of clips together with their frames (LTX-2); clips without sound are trained on their frames "
-        "alone; needs cached latents; previews of clips get sound",
-        needs=(OfModel(),),
-        changes_text_outputs=False,
+        False, "train clips with sound (LTX-2); needs cached latents", needs=(OfModel(),), changes_text_outputs=False
     )
     control: Literal["none", "omini", "channels"] = define_option(
         "none",

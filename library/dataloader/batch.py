@@ -129,9 +129,6 @@ class PixelBatch:
             for count, (wide, high) in zip(channels, control_sizes, strict=True)
         )
         cond = None if self.cond is None else {name: _select_rows(value, rows) for name, value in self.cond.items()}
-        sound = None
-        if frame_rule is not None and frame_rule.sound_rate:
-            sound = torch.zeros(batch_size, frame_rule.count_sound_latents(num_frames), frame_rule.sound_channels)
         frame_cond = None
         if self.frame_cond is not None and moments is not None:
             size = moments.mean_and_std.shape[3:]
@@ -148,7 +145,7 @@ class PixelBatch:
             control_pixels=controls if self.moments is None else (),
             control_latents=() if self.moments is None else controls,
             frame_cond=frame_cond,
-            sound=sound,
+            sound=None if frame_rule is None else _build_silence(frame_rule, batch_size, num_frames),
             network_multiplier=self.network_multiplier,
         )
 
@@ -235,6 +232,13 @@ def _build_zeros(value: Tensor, batch_size: int, size: Sequence[int]) -> Tensor:
         return value.new_zeros(batch_size, *value.shape[1:])
     frames = size[0] if value.shape[2] > 1 else 1
     return value.new_zeros(batch_size, value.shape[1], frames, *size[1:])
+
+
+def _build_silence(rule: FrameRule, batch_size: int, num_frames: int) -> Tensor | None:
+    """Build latents of sound that are zeros; None for a model that is trained without."""
+    if not rule.sound_rate:
+        return None
+    return torch.zeros(batch_size, rule.count_sound_latents(num_frames), rule.sound_channels)
 
 
 def _select_rows(value: Tensor | list[Tensor], rows: Sequence[int]) -> Tensor | list[Tensor]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..atomic_files import write_atomic
 from ..dataset.clip_inspection import CLIP_TRAIT_DESCRIPTIONS
+from ..dataset.clip_windows import FrameRule
 from ..dataset.image_inspection import TRAIT_DESCRIPTIONS, InspectedImage
 from ..dataset.image_ref import ImageRef
 from ..dataset.schema import DatasetConfig
@@ -181,20 +182,16 @@ def _find_slow_clips(clips: "Sequence[ClipSummary]") -> Iterator[DataNotice]:
         )
 
 
-def describe_sound(samples: "Sequence[Sample]") -> str:
-    """Describe how many windows have sound, of a run that trains it."""
+def collect_sound_notices(samples: "Sequence[Sample]", rule: FrameRule | None) -> list[DataNotice]:
+    """Tell how many windows have sound, of a run that trains it, and which clips have windows without."""
+    if rule is None or not rule.sound_rate:
+        return []
     windows = [sample for sample in samples if sample.num_frames > 1]
-    return f"sound: {sum(sample.has_sound for sample in windows)} of {len(windows)} windows have sound"
-
-
-def find_silent_clips(samples: "Sequence[Sample]") -> list[DataNotice]:
-    """Find the clips with windows without sound, of a run that trains it."""
-    counts: Counter[str] = Counter(
-        sample.image.key for sample in samples if sample.num_frames > 1 and not sample.has_sound
-    )
+    heard = DataNotice(f"sound: {sum(sample.has_sound for sample in windows)} of {len(windows)} windows have sound")
+    counts: Counter[str] = Counter(sample.image.key for sample in windows if not sample.has_sound)
     names = [f"{name} ({count} window{'s' * (count != 1)})" for name, count in counts.items()]
     text = "{} with windows that have no sound, or in less than half of their time, trained on frames alone"
-    return list(_build_notice(names, text, "clip"))
+    return [heard, *_build_notice(names, text, "clip")]
 
 
 def _compute_mean_rate(clip: "ClipSummary") -> float:

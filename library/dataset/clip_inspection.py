@@ -252,7 +252,8 @@ def _read_packets(container: Any, stream: Any) -> _Packets:
     if len(set(timestamps)) < len(timestamps):
         raise ClipError("has several frames with one timestamp; convert it again, such as with ffmpeg -i FILE NEW.mp4")
     times = (min(heard), max(heard)) if heard else None
-    return _Packets(timestamps, rows[-1][1], discarded, longest, max(ends.values(), default=0.0), times)
+    end = max(ends.values(), default=0.0)
+    return _Packets(timestamps, rows[-1][1], discarded, longest, end=end, sound=times)
 
 
 def _measure_frames(packets: _Packets, stream: Any) -> ClipFrames:
