@@ -31,6 +31,7 @@ class DataConfig:
         is_compared_by_content=True,
         is_path=True,
         is_basic=True,
+        is_for_texts=True,
     )
     train_data_dir: str | None = define_option(
         None,
@@ -39,6 +40,7 @@ class DataConfig:
         needs=(IsUnset("dataset_config"),),
         is_compared_by_content=True,
         is_path=True,
+        is_for_texts=True,
     )
     reg_data_dir: str | None = define_option(
         None,
@@ -46,6 +48,7 @@ class DataConfig:
         needs=(IsUnset("dataset_config"),),
         is_compared_by_content=True,
         is_path=True,
+        is_for_texts=True,
     )
     in_json: str | None = define_option(
         None,
@@ -53,6 +56,7 @@ class DataConfig:
         needs=(IsUnset("dataset_config"),),
         is_compared_by_content=True,
         is_path=True,
+        is_for_texts=True,
     )
     slider_prompts: str | None = define_option(
         None,
@@ -62,6 +66,7 @@ class DataConfig:
         is_compared_by_content=True,
         is_path=True,
         aliases=(Alias("prompts_file"),),
+        is_for_texts=True,
     )
     train_batch_size: int = define_option(
         1,
@@ -445,6 +450,7 @@ class CacheConfig:
         needs=ALWAYS,
         changes_result=False,
         is_basic=True,
+        is_for_texts=True,
     )
     cache_text_encoder_outputs_to_disk: bool = define_option(
         False,
@@ -452,6 +458,7 @@ class CacheConfig:
         needs=ALWAYS,
         changes_result=False,
         musubi_default=True,
+        is_for_texts=True,
     )
     cache_dir: str | None = define_option(
         None,
@@ -459,6 +466,7 @@ class CacheConfig:
         needs=ALWAYS,
         changes_result=False,
         is_path=True,
+        is_for_texts=True,
     )
     cache_precision: Literal["float", "fp16", "bf16"] = define_option(
         "float",
@@ -475,6 +483,7 @@ class CacheConfig:
             ),
         ),
         changes_result=False,
+        is_for_texts=True,
     )
     vae_batch_size: int = define_option(
         1,
@@ -485,7 +494,12 @@ class CacheConfig:
         changes_result=False,
     )
     text_encoder_batch_size: int = define_option(
-        1, "batch size of the text encoders when encoding captions", minimum=1, needs=ALWAYS, changes_result=False
+        1,
+        "batch size of the text encoders when encoding captions",
+        minimum=1,
+        needs=ALWAYS,
+        changes_result=False,
+        is_for_texts=True,
     )
 
     @property
