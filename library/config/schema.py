@@ -427,8 +427,7 @@ class TrainConfig:
     )
     initial_step: int | None = define_option(
         None,
-        "start after this many steps, whose images and noise are skipped; with network_weights, to go on from a LoRA "
-        "file",
+        "start after this many steps, whose images and noise are skipped; with network_weights, go on from a LoRA file",
         minimum=1,
         needs=ALWAYS,
         is_unset_by_zero=True,

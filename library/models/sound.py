@@ -5,7 +5,6 @@ bands, as logarithms.  torchaudio computes the same, and needs libraries of its 
 """
 
 import math
-from functools import cache
 from typing import Any
 
 import torch
@@ -41,7 +40,6 @@ def resample(samples: Tensor, rate: int, target_rate: int) -> Tensor:
     return resampled[..., : math.ceil(new * length / old)]
 
 
-@cache
 def _build_resampling_kernels(old: int, new: int) -> tuple[Tensor, int]:
     """Build a filter for each of the ``new`` phases in ``old`` samples, and the samples that it needs on both sides."""
     cutoff = min(old, new) * _ROLLOFF
@@ -67,7 +65,6 @@ def convert_mels_to_hertz(mels: Tensor) -> Tensor:
     return torch.where(mels < _LINEAR_MELS, linear, _LINEAR_HERTZ * ((mels - _LINEAR_MELS) * _LOG_STEP).exp())
 
 
-@cache
 def build_mel_filters(rate: int, num_bands: int) -> Tensor:
     """Build the triangles (frequencies, bands) of a mel spectrogram from 0 to half of the rate, each of area 1."""
     frequencies = torch.linspace(0, rate / 2, FFT_SIZE // 2 + 1, dtype=torch.float64)[:, None]
