@@ -12,6 +12,7 @@ from torch import nn
 from library.config import RunConfig
 from library.config.schema import ModelConfig
 from library.dataloader.sample_prompts import Prompt
+from library.estimate.meta_run import LargestBatch, MetaRun
 from library.models.detect import detect_model
 from library.models.families import FAMILIES, SOUND_FAMILIES
 from library.models.sound import encode_sound_latents
@@ -145,3 +146,16 @@ def test_the_option_chooses_the_family_and_the_layers_of_sound():
         targets = {*FAMILIES.get(heard).facts.lora.targets}
         assert targets > {*FAMILIES.get(plain).facts.lora.targets}
         assert {"audio_ff.net.2", "audio_to_video_attn.to_k", "video_to_audio_attn.to_out.0"} <= targets
+
+
+def test_estimates_of_memory_count_the_latents_of_sound():
+    steps = []
+    for heard in (False, True):
+        model = ModelConfig("random:ltx2:tiny", train_audio=True)
+        config = replace(RunConfig(), model=model)
+        cached = {"cache_latents": True, "cache_text_encoder_outputs": True}
+        config = replace(config, cache=replace(config.cache, **cached))
+        batch = LargestBatch((96, 64), ("a clip",), num_frames=NUM_FRAMES, has_sound=heard)
+        steps.append(MetaRun(config, detect_model(model), batch).step.total)
+    silent, heard = steps
+    assert heard.flops > 1.1 * silent.flops and heard.saved > silent.saved
