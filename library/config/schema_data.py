@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from .option_needs import AnyOf, HasValue, IsSet, IsUnset, LacksValue
+from .option_needs import AnyOf, HasValue, IsSet, IsUnset, LacksValue, OfModel
 from .options import ALWAYS, Alias, define_option
 from .types import MAX_SIDE, FaceCropRange, MemorySize, Resolution, ResolutionSchedule
 
@@ -306,6 +306,14 @@ class DataConfig:
         metadata_key="ss_caption_dropout_rate",
         varies="caption",
         dataset_table="shared",
+    )
+    conditioning_dropout_prob: float = define_option(
+        0.0,
+        "InstructPix2Pix: probability of training without the caption, without the picture that is edited, and without"
+        " both, each; so that previews can be guided by one of them",
+        minimum=0,
+        maximum=0.33,
+        needs=(OfModel(),),
     )
     caption_dropout_every_n_epochs: int = define_option(
         0,

@@ -217,6 +217,10 @@ class Family(ABC):
         """
         return self.encode_moments(pipe, control).mean_and_std[:, 0]
 
+    def encode_controls(self, pipe: Any, controls: Sequence[Tensor], pixels: Tensor) -> tuple[Tensor, ...]:
+        """Encode all control images of a picture, each to one tensor; by default, each by itself."""
+        return tuple(self.encode_control(pipe, control, pixels) for control in controls)
+
     def select_trained_frames(self, loss: Tensor, batch: Batch) -> Tensor:
         """Leave out of a loss for each element that of the frames that are given to the denoiser."""
         return loss
@@ -247,6 +251,10 @@ class Family(ABC):
     def build_control_kwargs(self, pipe: Any, images: Sequence[Image]) -> dict[str, Any]:
         """Build the arguments of the diffusers pipeline's call for the control images of a preview."""
         return {"image": list(images)} if images else {}
+
+    def build_control_clip_kwargs(self, pipe: Any, clips: Sequence[Sequence[Image]]) -> dict[str, Any]:
+        """Build the arguments of the diffusers pipeline's call for the control clips of a preview, in its size."""
+        raise NotImplementedError(f"{self.facts.title} takes no control clips")
 
     def adapt_sampling_pipeline(self, sampling_pipe: Any) -> Any:
         """Adapt the pipeline of one preview, whose modules are shared with training, before it is called."""
@@ -306,13 +314,15 @@ class Family(ABC):
 
     def build_prompt_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
         """Build all arguments of the diffusers pipeline's call that depend on the prompt and its images."""
-        from ..dataloader.images import load_frame_images, load_preview_controls
+        from ..dataloader.images import load_control_clips, load_frame_images, load_preview_controls
 
-        return {
-            **self.build_sampling_kwargs(pipe, prompt, cond, negative_cond),
-            **self.build_control_kwargs(pipe, load_preview_controls(prompt)),
-            **self.build_frame_image_kwargs(pipe, *load_frame_images(prompt)),
-        }
+        kwargs, rule = self.build_sampling_kwargs(pipe, prompt, cond, negative_cond), self.facts.pipeline.frames
+        if rule is not None and self.facts.control.num_images[1]:
+            size = self.facts.sampling.get_image_size(prompt.width, prompt.height)
+            kwargs |= self.build_control_clip_kwargs(pipe, load_control_clips(prompt, rule, size))
+        else:
+            kwargs |= self.build_control_kwargs(pipe, load_preview_controls(prompt))
+        return kwargs | self.build_frame_image_kwargs(pipe, *load_frame_images(prompt))
 
     def decode_sampled_sound(self, pipe: Any, output: Any) -> SoundTrack | None:
         """Decode the sound of what the pipeline returns for ``output_type="latent"``; None where it makes none."""
