@@ -247,6 +247,12 @@ class LossConfig:
         needs=(HasValue("loss_type", ("huber", "smooth_l1")),),
         metadata_key="ss_huber_scale",
     )
+    audio_loss_weight: float = define_option(
+        1.0,
+        "weight of the loss of sound beside that of frames (train_audio), each the mean over its latents",
+        minimum=0,
+        needs=(IsSet("train_audio"),),
+    )
     min_snr_gamma: float | None = define_option(
         None,
         "diffusion models: gamma of min-SNR weighting, which reduces the loss at low noise; 5 is usual",

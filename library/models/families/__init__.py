@@ -102,6 +102,12 @@ IMAGE_TO_VIDEO_FAMILIES: Mapping[str, str] = {
 }
 """The family that trains with ``--image_to_video`` in place of each of these."""
 
+SOUND_FAMILIES: Mapping[str, str] = {
+    "ltx2": f"{__package__}.ltx2:LTX2WithSound",
+    IMAGE_TO_VIDEO_FAMILIES["ltx2"]: f"{__package__}.ltx2:LTX2FromImageWithSound",
+}
+"""The family that trains with ``--train_audio`` in place of each of these."""
+
 _EXPERT_ENDS = {"high_noise": "HighNoise", "low_noise": "LowNoise"}
 EXPERT_FAMILIES: Mapping[str, Mapping[str, str]] = {
     name: {expert: f"{__package__}.wan22_experts:{title}{end}" for expert, end in _EXPERT_ENDS.items()}

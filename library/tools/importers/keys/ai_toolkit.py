@@ -132,11 +132,12 @@ TRAIN_RULES: Mapping[str, Rule] = {
     "num_train_timesteps": Unsupported(_CHANGES, (1000, None)),
     "loss_target": Unsupported(_CHANGES, ("noise", None)),
     "content_or_style": Unsupported("timesteps are not weighted towards noise or detail here", ("balanced", None)),
+    "audio_loss_multiplier": Take("audio_loss_weight", 1.0, to_number),
     **{
         name: Unsupported(_CHANGES, (1, None))
         for name in (
             "noise_multiplier target_noise_multiplier img_multiplier noisy_latent_multiplier latent_multiplier"
-            " pred_scaler cfg_scale max_cfg_scale cfg_rescale optimal_noise_pairing_samples audio_loss_multiplier"
+            " pred_scaler cfg_scale max_cfg_scale cfg_rescale optimal_noise_pairing_samples"
         ).split()
     },
 }
