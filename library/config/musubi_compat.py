@@ -46,7 +46,6 @@ _FOLDER_ONLY = (
 MISSING_MODELS = {
     "networks.lora_framepack": f"FramePack, {_VIDEO}",
     "networks.lora_kandinsky": f"Kandinsky 5, {_FOLDER_ONLY}",
-    "networks.lora_ideogram4": f"Ideogram 4, {_MISSING}",
     "networks.lora_hidream_o1": f"HiDream-O1, {_MISSING}",
 }
 """The models of musubi-tuner that cannot be trained here, by their network modules."""
@@ -58,7 +57,7 @@ MISSING_TASKS = {
 
 _SUPPORTED = (
     "the models of musubi-tuner that can be trained are FLUX.1 Kontext, FLUX.2, Qwen-Image, Wan 2.1 and 2.2 A14B,"
-    " HunyuanVideo, HunyuanVideo 1.5, Z-Image and Krea 2"
+    " HunyuanVideo, HunyuanVideo 1.5, Z-Image, Krea 2 and Ideogram 4"
 )
 
 
