@@ -194,7 +194,6 @@ def test_what_would_change_the_result_is_refused_with_the_reason(flags, reason):
         ("--task k5-lite-t2v-5s-sd --nabla_P 0.9", "Kandinsky 5"),
         ("--network_module networks.lora_framepack", "FramePack"),
         ("--network_module networks.lora_kandinsky", "Kandinsky 5"),
-        ("--network_module networks.lora_ideogram4", "Ideogram 4"),
         ("--network_module networks.lora_hidream_o1 --dino_loss_weight 1", "HiDream-O1"),
     ],
 )
