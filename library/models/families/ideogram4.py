@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from ...dataloader.sample_prompts import Prompt
     from ...diffusion.process import NoiseProcess
 
-PATCH_AREA = 4
-"""Latents of a token."""
+PATCH_SIDE = 2
+"""Latents of a token in each direction."""
 GUIDANCE, LAST_GUIDANCE = 7.0, 3.0
 """The guidance of previews, and that of their last steps, as the authors recommend."""
 
@@ -156,18 +156,19 @@ class Ideogram4(Family):
     facts = FACTS
 
     def get_pipeline_class(self) -> Any:
-        return _build_pipeline_class()
+        from diffusers import Ideogram4Pipeline
+
+        return _build_pipeline_class(Ideogram4Pipeline)
 
     def configure_pipeline(self, pipe: Any, read: ConfigReader) -> None:
         """Order the statistics of a VAE file of FLUX.2 as the pipeline reads them: by the places in a patch first."""
         if pipe.vae is None or pipe.vae.bn.running_mean.is_meta:
             return
-        mean = pipe.vae.bn.running_mean.view(PATCH_AREA, -1)
-        by_channel = mean.reshape(-1, PATCH_AREA)
+        area, mean = PATCH_SIDE**2, pipe.vae.bn.running_mean
         # The four places in a patch have nearly the same statistics.
-        if by_channel.var(1).sum() < mean.var(0).sum():
+        if mean.view(-1, area).var(1).sum() < mean.view(area, -1).var(0).sum():
             for values in (pipe.vae.bn.running_mean, pipe.vae.bn.running_var):
-                values.copy_(values.view(-1, PATCH_AREA).T.reshape(-1))
+                values.copy_(values.view(-1, area).T.reshape(-1))
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         return BaseModelInfo("ideogram4", "ideogram-4")
@@ -207,7 +208,8 @@ class Ideogram4(Family):
 
     def decode_sampled_latents(self, pipe: Any, latents: Tensor, height: int, width: int) -> Tensor:
         side = pipe.vae_scale_factor * pipe.patch_size
-        return self.decode_latents(pipe, latents.transpose(1, 2).unflatten(2, (height // side, width // side)))
+        grid = latents.transpose(1, 2).reshape(len(latents), -1, height // side, width // side)
+        return self.decode_latents(pipe, grid)
 
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         from ..text_encoding import pad_text_embeds
@@ -217,7 +219,7 @@ class Ideogram4(Family):
         tokens = noisy_latents.flatten(2).transpose(1, 2)
         positions = _build_image_positions(height, width, noisy_latents.device).expand(count, -1, -1)
         velocity = _predict_velocity(denoiser, tokens, positions, 1 - timesteps / 1000, (texts, mask))
-        return -velocity.transpose(1, 2).unflatten(2, (height, width))  # time, and so velocity, run to the image
+        return -velocity.transpose(1, 2).reshape(noisy_latents.shape)  # time, and so velocity, run to the image
 
     def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
         steps = prompt.num_inference_steps or self.facts.sampling.num_inference_steps
@@ -281,15 +283,14 @@ def _predict_velocity(
     return velocity[:, :num_tokens]
 
 
-def _build_pipeline_class() -> Any:
+def _build_pipeline_class(pipeline: Any) -> Any:
     """diffusers' pipeline, which as of 0.42 takes no encoded texts, with such: ``encoded``, of prompt and negative.
 
     The negative prompt then goes to the same transformer, in place of the second one, which is not trained.
     """
     import torch
-    from diffusers import Ideogram4Pipeline
 
-    class EncodedPipeline(Ideogram4Pipeline):
+    class EncodedPipeline(pipeline):  # type: ignore[misc]
         encoded: tuple[Tensor, Tensor] | None = None
 
         def __call__(self, *args: Any, encoded: tuple[Tensor, Tensor] | None = None, **kwargs: Any) -> Any:
@@ -308,14 +309,16 @@ def _build_pipeline_class() -> Any:
             return embeds, *self._prepare_ids([len(text)], *grid, max_text_tokens=len(text), device=device)
 
         def _patchify_latents(self, latents: Tensor) -> Tensor:
-            patches = latents.unflatten(3, (-1, self.patch_size)).unflatten(2, (-1, self.patch_size))
+            (count, channels, height, width), side = latents.shape, PATCH_SIDE
+            patches = latents.view(count, channels, height // side, side, width // side, side)
             return patches.permute(0, 3, 5, 1, 2, 4).flatten(1, 3)
 
         def _unpatchify_latents(self, latents: Tensor) -> Tensor:
-            patches = latents.unflatten(1, (self.patch_size, self.patch_size, -1))
-            return patches.permute(0, 3, 4, 1, 5, 2).flatten(4, 5).flatten(2, 3)
+            (count, channels, height, width), side = latents.shape, PATCH_SIDE
+            patches = latents.view(count, side, side, channels // side**2, height, width)
+            return patches.permute(0, 3, 4, 1, 5, 2).reshape(count, -1, height * side, width * side)
 
-    return copy_class_name(EncodedPipeline, Ideogram4Pipeline)
+    return copy_class_name(EncodedPipeline, pipeline)
 
 
 class NegativeDenoiser:
