@@ -95,11 +95,7 @@ FACTS = FamilyFacts(
             ("layers.0.feed_forward.w1.weight", 0): ("transformer", "intermediate_size"),
         },
         unsupported_file_names={"unconditional": "the transformer of Ideogram 4 for guidance, which reads no text"},
-        trainer_names=TrainerNames(
-            ai_toolkit=("ideogram4",),
-            simpletuner=("ideogram",),
-            simpletuner_flavours={"nf4": "ideogram-ai/ideogram-4-nf4-diffusers"},
-        ),
+        trainer_names=TrainerNames(ai_toolkit=("ideogram4",)),
     ),
     single_files=SingleFileFacts(
         prefixes={
@@ -310,13 +306,13 @@ def _build_pipeline_class(pipeline: Any) -> Any:
 
         def _patchify_latents(self, latents: Tensor) -> Tensor:
             (count, channels, height, width), side = latents.shape, PATCH_SIDE
-            patches = latents.view(count, channels, height // side, side, width // side, side)
-            return patches.permute(0, 3, 5, 1, 2, 4).flatten(1, 3)
+            patches = latents.view((count, channels, height // side, side, width // side, side))
+            return patches.permute((0, 3, 5, 1, 2, 4)).flatten(1, 3)
 
         def _unpatchify_latents(self, latents: Tensor) -> Tensor:
             (count, channels, height, width), side = latents.shape, PATCH_SIDE
-            patches = latents.view(count, side, side, channels // side**2, height, width)
-            return patches.permute(0, 3, 4, 1, 5, 2).reshape(count, -1, height * side, width * side)
+            patches = latents.view((count, side, side, channels // side**2, height, width))
+            return patches.permute((0, 3, 4, 1, 5, 2)).reshape(count, -1, height * side, width * side)
 
     return copy_class_name(EncodedPipeline, pipeline)
 
