@@ -16,6 +16,7 @@ TimestepSampling = Literal[
     "flux2_shift",
     "qwen_shift",
     "krea2_shift",
+    "ideogram4_shift",
     "nextdit_shift",
     "logsnr",
     "qinglong_flux",

@@ -42,6 +42,7 @@ from library.models.model_configs import load_bundled_config
 from library.models.weights import build_random_component
 from library.registry import copy_class_name
 from library.tools.family_check.cases import HEIGHT, WIDTH, TinyCase, build_batch, return_unchanged
+from library.tools.family_check.checks import TEXTS
 
 
 def _draw_tensors(*shapes: tuple[int, ...]) -> list[Tensor]:
@@ -1390,6 +1391,78 @@ def nucleus_image() -> TinyCase:
     )
 
 
+class _NegativeReference:
+    """The transformer with a negative prompt in diffusers' order of tokens: padding, text, image."""
+
+    def __init__(self, pipe: Any, text: str):
+        self.pipe, self.text, self.dtype = pipe, text, pipe.transformer.dtype
+
+    def __call__(self, hidden_states: Tensor, timestep: Tensor, **others: Any) -> tuple[Tensor]:
+        grid, length = (HEIGHT // 16, WIDTH // 16), 80
+        names = ("encoder_hidden_states", "position_ids", "segment_ids", "indicator")
+        encoded = self.pipe.encode_prompt(self.text, *grid, length, hidden_states.device)
+        tokens = torch.nn.functional.pad(hidden_states, (0, 0, length, 0))
+        output = self.pipe.transformer(tokens, timestep, **dict(zip(names, encoded, strict=True)), return_dict=False)
+        return (output[0][:, length:],)
+
+
+def _sort_tokens(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The tokens of the image and then those of the text, without padding; Ideogram 4 tells them by an indicator."""
+    names, roles = ("hidden_states", "encoder_hidden_states", "position_ids", "segment_ids"), arguments["indicator"]
+    rows = {
+        name: [row[role == part] for part in (2, 3) for row, role in zip(arguments[name], roles, strict=True)]
+        for name in names
+    }
+    return {**arguments, **rows, "indicator": [roles.eq(2).sum(), roles.eq(3).sum()]}
+
+
+def ideogram4() -> TinyCase:
+    pipe, generator = _load("random:ideogram4:tiny"), torch.Generator().manual_seed(5)
+    config = load_bundled_config("ideogram4_tiny")["unconditional_transformer/config.json"]
+    pipe.unconditional_transformer = build_random_component(
+        diffusers.Ideogram4Transformer2DModel, config, "unconditional_transformer", torch.float32, None
+    )
+    # The places in a patch come first, and are nearly equal.
+    pipe.vae.bn.running_mean = torch.randn(4, generator=generator).repeat(4) + torch.randn(16, generator=generator) / 20
+    pipe.vae.bn.running_var = torch.rand(16, generator=generator) + 0.5
+    (latents,), texts = _draw_tensors((16, HEIGHT // 16, WIDTH // 16)), list(TEXTS)
+    with torch.no_grad():
+        cond = FAMILIES.get("ideogram4")().encode_prompts(pipe, texts)
+
+    def encode(pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+        """The inverse of how the pipeline decodes."""
+        rows = _pack_patches(pipe.vae.encode(pixels).latent_dist.mode())
+        rows = rows.unflatten(2, (4, 4)).transpose(2, 3).flatten(2)
+        deviation = (pipe.vae.bn.running_var + pipe.vae.config.batch_norm_eps).sqrt()
+        normed = (rows - pipe.vae.bn.running_mean) / deviation
+        return normed.transpose(1, 2).unflatten(2, (HEIGHT // 16, WIDTH // 16))
+
+    def build_negative(pipe: Any, text: str) -> dict[str, Any]:
+        pipe.unconditional_transformer = _NegativeReference(pipe, text)
+        return {}
+
+    # The first text without padding, which would be rounded in another way; the family encodes each text alone.
+    settings = {"guidance_schedule": None, "max_sequence_length": len(cond["embeds"][0])}
+    return TinyCase(
+        "ideogram4",
+        pipe,
+        build_batch(latents, cond),
+        {"prompt": texts[:1], **settings},
+        {},
+        encode,
+        "random:ideogram4:tiny",
+        lambda latents: latents.flatten(2).transpose(1, 2),
+        lambda rows: rows.transpose(1, 2).unflatten(2, (HEIGHT // 16, WIDTH // 16)),
+        texts=settings,
+        build_negative=build_negative,
+        simplify_call=_sort_tokens,
+        tolerances={"rtol": 1e-5, "atol": 1e-5},  # of another order of the tokens
+        max_rows=1,
+        blocks=("Ideogram4TransformerBlock",),
+        untrained=r"adaln_modulation$",
+    )
+
+
 def pixart_sigma_velocity() -> TinyCase:
     tiny = pixart_sigma()
     tiny.pipe.scheduler = diffusers.DDIMScheduler.from_config(
@@ -1691,6 +1764,7 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "pixart_sigma_velocity": pixart_sigma_velocity,
     "prx": prx,
     "nucleus_image": nucleus_image,
+    "ideogram4": ideogram4,
 }
 
 

@@ -58,6 +58,7 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "pixart_sigma": ".pixart_sigma:PixArtSigma",
         "prx": ".prx:PRX",
         "nucleus_image": ".nucleus_image:NucleusImage",
+        "ideogram4": ".ideogram4:Ideogram4",
         "anima": ".anima:Anima",
         "hunyuan_image": ".hunyuan_image:HunyuanImage",
         "wan": ".wan:Wan",

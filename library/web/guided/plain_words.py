@@ -44,6 +44,7 @@ FAMILY_SENTENCES: Mapping[str, str] = {
     "longcat_image": "Small for its quality; follows texts in English and Chinese.",
     "ernie_image": "Train on the base model: the Turbo loses its few steps.",
     "krea2": "Photographs with a natural look; train on Raw: the Turbo loses its few steps.",
+    "ideogram4": "Made for words in pictures and for layouts; reads captions of JSON, and plain ones.",
     "cogview4": "Follows texts in English and Chinese.",
     "pixart_sigma": "Very small; one of the lightest to train.",
     "prx": "Small, and quick to train; made for pictures of 512 pixels.",
