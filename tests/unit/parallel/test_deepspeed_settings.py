@@ -253,6 +253,22 @@ def test_nvme_settings_are_passed_on(write_deepspeed_config, tmp_path):
     assert "model offloaded to NVMe" in settings.format_summary(2)
 
 
+def test_what_full_training_keeps_in_files_is_host_memory_to_deepspeed_and_not_pinned(tmp_path, write_deepspeed_config):
+    part = {"device": "nvme", "nvme_path": str(tmp_path), "pin_memory": True, "buffer_count": 4}
+    zero = {"stage": 3, "offload_optimizer": part, "offload_param": {"device": "cpu", "pin_memory": True}}
+    launched = {"ZERO_STAGE": "3", "OFFLOAD_OPTIMIZER_DEVICE": "nvme", "OFFLOAD_OPTIMIZER_NVME_PATH": str(tmp_path)}
+    of_file, of_launcher = write_deepspeed_config(zero_optimization=zero), build_launcher_environment(**launched)
+    for world in (of_file, of_launcher):
+        config = parse_flags("--train", "full", world=world)
+        assert format_lines(validate_deepspeed(config, world)) == []
+        settings = resolve_deepspeed(config.deepspeed, world)
+        assert settings.uses_files and settings.offload_optimizer_path == str(tmp_path)
+        handed = settings.keep_in_host_memory().build_config(pin_memory=False)["zero_optimization"]
+        assert (handed["offload_optimizer"]["device"], handed["offload_optimizer"]["pin_memory"]) == ("cpu", False)
+        if world is of_file:
+            assert handed["offload_param"] == {"device": "cpu", "pin_memory": True}
+
+
 @pytest.mark.parametrize("name", ["", "AdamW", "SGDNesterov", "lion", "RMSprop"])
 def test_elementwise_optimizers_can_be_sharded(name):
     optim = parse_flags("--optimizer_type", name, world=World()).optim
