@@ -17,6 +17,7 @@ from library.distributed.validate_launch import validate_distributed
 from library.distributed.validate_sharding import validate_deepspeed, validate_deepspeed_batch_sizes
 from library.distributed.world import ENGINE_VARIABLES, World
 from library.optim.validate_optimizer import validate_elementwise_optimizer
+from library.parallel.validate_engines import _warn_of_lock
 
 STAGE_3 = ("--deepspeed", "--zero_stage", "3")
 TWO_PROCESSES = World(world_size=2, local_world_size=2, local_rank=0, mixed_precision="no")
@@ -280,6 +281,15 @@ def test_other_optimizers_are_refused_with_alternatives(name):
     optim = parse_flags("--optimizer_type", name, world=World()).optim
     (problem,) = format_lines(validate_elementwise_optimizer(optim, "DeepSpeed"))
     assert problem.startswith(f"--optimizer_type {name}: needs whole tensors") and "or --fsdp" in problem
+
+
+def test_a_lock_that_a_killed_compilation_left_is_named(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    _warn_of_lock("async_io")
+    assert not caplog.messages
+    (tmp_path / "async_io" / "lock").touch()
+    _warn_of_lock("async_io")
+    assert caplog.messages[0].startswith(f"{tmp_path}/async_io/lock is there: waiting for another process to compile")
 
 
 @pytest.mark.slow
