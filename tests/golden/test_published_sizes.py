@@ -216,6 +216,8 @@ def test_every_bundled_config_belongs_to_a_family_and_is_complete():
             for key, value in index.items()
             if is_component(value) and key not in (*GUIDERS, *PROCESSORS, *SOUND, *UNUSED)
         }
+        if family == "wan_fun_control":
+            components.remove("image_encoder")  # of runs with a given first frame
         assert {*facts.components, "scheduler"} == components
         assert facts.detection.match_configs(data.get) is not None, name
 
