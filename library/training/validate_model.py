@@ -22,7 +22,6 @@ from ..evaluation.embedders import EmbedderChoice
 from ..evaluation.pictures import find_unsupported_reason
 from ..models.base import ControlTextFamily, Family
 from ..models.detect import DetectedModel, build_control_limits
-from ..models.facts import FamilyFacts
 from ..models.loading import load_components_on_meta
 from ..models.trained_components import select_trained_text_encoders
 from ..models.validate_options import validate_attention_mode
@@ -322,14 +321,6 @@ def validate_noise_experts(
             yield Problem(
                 name, text, "train one with --noise_experts high_noise or low_noise", others=("noise_experts",)
             )
-
-
-def validate_conditioning_dropout(share: float, facts: FamilyFacts) -> Iterator[Problem]:
-    """Captions would be dropped for any model, and control images for any that takes some."""
-    option = "conditioning_dropout_prob"
-    if share and option not in facts.options.extra:
-        fix = "leave it out; caption_dropout_rate drops captions for any model"
-        yield Problem(option, f"does not apply to {facts.title}", fix)
 
 
 def validate_sound(config: RunConfig, family: Family, engine: str) -> Iterator[Problem]:

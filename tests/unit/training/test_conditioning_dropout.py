@@ -9,10 +9,8 @@ import torch
 from library.config import parse_config
 from library.config.validate import validate_data_options
 from library.dataset.schema import collect_flag_defaults
-from library.models.families import FAMILY_FACTS
 from library.randomness import derive_rng
 from library.training.task import DiffusionTask
-from library.training.validate_model import validate_conditioning_dropout
 
 COUNT, SHARE = 20_000, 0.05
 
@@ -54,9 +52,3 @@ def test_two_rates_of_empty_captions_contradict_each_other():
     assert list(validate_data_options(data)) == []
     (problem,) = validate_data_options(replace(data, caption_dropout_rate=0.1))
     assert "conditioning_dropout_prob empties 0.1" in problem.text
-
-
-def test_captions_of_other_models_are_not_emptied_by_an_option_that_is_not_theirs():
-    found = {name: list(validate_conditioning_dropout(SHARE, facts)) for name, facts in FAMILY_FACTS.items()}
-    assert {name for name, problems in found.items() if not problems} == {"sd1_pix2pix", "sdxl_pix2pix"}
-    assert not list(validate_conditioning_dropout(0.0, FAMILY_FACTS["sd1"]))
