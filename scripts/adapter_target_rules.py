@@ -121,7 +121,6 @@ RULES: Mapping[str, Mapping[str, TargetRule]] = {
             *("flux2_dev", "flux2_klein"),
         ),
         **_assign(_match_suffixes("to_query", "to_key", "to_value"), "kandinsky5_image", "kandinsky5_video"),
-        "ideogram4": _match_original(r"(.*\.)?(qkv|o|w1|w2|w3)"),
     },
 }
 
