@@ -8,6 +8,7 @@ checkpoints, and takes Adam only; a mapped tensor is one like any other, with wh
 import errno
 import logging
 import os
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable
@@ -70,7 +71,8 @@ class MappedMemory:
         try:
             descriptor, path = tempfile.mkstemp(prefix="lorikeet-memory-", dir=self._folder)
             try:
-                os.posix_fallocate(descriptor, 0, num_bytes)  # or a full disk would end the process in a later write
+                if sys.platform == "linux":  # or a full disk would end the process in a later write
+                    os.posix_fallocate(descriptor, 0, num_bytes)
                 return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
             finally:
                 os.close(descriptor)
