@@ -6,7 +6,6 @@ checkpoints, and takes Adam only; a mapped tensor is one like any other, with wh
 """
 
 import errno
-import logging
 import os
 import sys
 import tempfile
@@ -21,7 +20,6 @@ from torch.optim import Optimizer
 from ...errors import UserError
 from ...problems import Problem
 
-logger = logging.getLogger(__name__)
 MIN_BYTES = 2**20
 """The smallest size of a tensor that is moved to a file."""
 
