@@ -38,8 +38,11 @@ ALL_RANKS_TIMEOUT_SECONDS = 60.0
 
 
 @contextmanager
-def move_temporarily(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Move ``module`` to ``device`` inside the block."""
+def move_temporarily(module: nn.Module | None, device: torch.device) -> Iterator[None]:
+    """Move ``module``, if there is one, to ``device`` inside the block."""
+    if module is None:
+        yield
+        return
     original_device = next(module.parameters()).device
     module.to(device)
     try:
@@ -119,7 +122,7 @@ class Preview:
             sampler = prompt.sampler or self.config.sample_sampler
             model = run.strategy.unwrap_model(run.model)
             with (
-                move_temporarily(task.pipe.vae, task.to_device.device),
+                move_temporarily(getattr(task.pipe, "vae", None), task.to_device.device),
                 scale_adapters(model, prompt.network_multiplier),
             ):
                 return task.family.generate_frames(

@@ -210,7 +210,7 @@ class RunEvaluation:
     def _generate_for_rank(self, run: TrainingRun) -> "Iterator[tuple[int, Image]]":
         """Generate the pictures of this rank, or all of them where the forward pass is collective."""
         task, strategy, texts = run.task, run.strategy, dict[str, tuple[Cond, Cond]]()
-        with strategy.accelerator.autocast(), move_temporarily(task.pipe.vae, task.to_device.device):
+        with strategy.accelerator.autocast(), move_temporarily(getattr(task.pipe, "vae", None), task.to_device.device):
             for index, picture in enumerate(self.pictures):
                 is_mine = index % strategy.comm.world_size == strategy.comm.rank
                 if not (is_mine or strategy.has_collective_forward):

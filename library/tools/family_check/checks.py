@@ -295,6 +295,11 @@ def check_decoded_latents(family: Family, case: TinyCase) -> None:
 @torch.no_grad()
 def check_round_trip(family: Family, case: TinyCase) -> None:
     """Decode what was encoded: the result is that of the VAE alone."""
+    if not family.facts.pipeline.has_vae:
+        pixels = case.make_pixels(1)
+        restored = family.decode_latents(case.pipe, family.encode_moments(case.pipe, pixels).mean_and_std[:, 0])
+        ensure_close(restored, pixels, "decode_latents does not invert encode_moments")
+        return
     vae = case.pipe.vae
     moments = family.encode_moments(case.pipe, case.make_pixels(1))
     restored = family.decode_latents(case.pipe, moments.mean_and_std[:, 0])

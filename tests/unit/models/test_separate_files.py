@@ -14,7 +14,7 @@ from library.models.families import FAMILIES, FAMILY_FACTS
 
 __all__ = ["build_case"]  # a fixture
 FOLDERS_ONLY = (
-    *("kolors", "ltx_video", "ltx_video095", "ltx2", "prx", "nucleus_image", "bria_fibo_edit"),
+    *("kolors", "ltx_video", "ltx_video095", "ltx2", "prx", "prx_pixel", "nucleus_image", "bria_fibo_edit"),
     *("cogvideox", "cogvideox15", "mochi", "kandinsky5_video", "sana_video", "bria", "bria_fibo"),
 )
 EXPERTS = ("wan22_t2v", "wan22_i2v")
