@@ -230,6 +230,8 @@ def list_control_facts(sample: Sample, assignments: Sequence[BucketAssignment]) 
             yield control.clip.conversion.describe()
         if control.made:
             yield control.made
+        if control.has_alpha:
+            yield "alpha"
         if control.is_mask:
             yield "mask file"
 

@@ -18,7 +18,7 @@ from ..dataset.clip_inspection import inspect_clip
 from ..dataset.clip_sound import Waveform, read_window_sound
 from ..dataset.clip_windows import FrameRule, FrameWindow, RateConversion
 from ..dataset.controls import ControlImage
-from ..dataset.image_decoding import Pixels, load_inpainting_mask, load_rgb_image
+from ..dataset.image_decoding import Pixels, load_inpainting_mask, load_rgb_image, load_rgba_image
 from ..dataset.image_ref import ImageRef
 from ..dataset.mask_files import (
     Mask,
@@ -166,7 +166,7 @@ def load_control_pixels(
             found.append(loaded)
             continue
         try:
-            load = load_inpainting_mask if control.is_mask else load_rgb_image
+            load = load_inpainting_mask if control.is_mask else load_rgba_image if control.has_alpha else load_rgb_image
             image = load(verify_remote_image(control.image, control.content_hash))
         except RemoteOutage as error:  # no fault of the image
             raise UserError(report_file(control.image, str(error))) from error

@@ -280,7 +280,11 @@ class MicroBatchDataset(Dataset[PixelBatch | WorkerFailure]):
         sizes = [assignment, *self.augmenter.assign_controls(sample_index)]
         num_frames = self.augmenter.manifest.samples[sample_index].num_frames
         frames = (num_frames,) if num_frames > 1 else ()
-        black, *controls = (np.zeros((*frames, *each.bucket_resolution[::-1], 3), np.uint8) for each in sizes)
+        channels = [3, *(4 if each.has_alpha else 3 for each in self.augmenter.manifest.samples[sample_index].controls)]
+        black, *controls = (
+            np.zeros((*frames, *each.bucket_resolution[::-1], count), np.uint8)
+            for each, count in zip(sizes, channels, strict=True)
+        )
         return LoadedImage(black, None, conditioning, tuple(controls))
 
 

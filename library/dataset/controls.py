@@ -4,7 +4,7 @@ import os
 import re
 import unicodedata
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 
@@ -55,6 +55,8 @@ class ControlImage:
     """The frames of a control clip."""
     is_mask: bool = False
     """Whether this is the file of a mask of an inpainting model."""
+    has_alpha: bool = False
+    """Whether this is a layer, whose alpha channel is read."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class ControlLimits:
     are_masks: bool = False
     are_clips: bool = False
     """Whether the model makes videos, whose controls are clips."""
+    are_layers: bool = False
+    """Whether the model is trained on pictures with layers, which count as their control images."""
 
     def describe_problem(self, count: int) -> str | None:
         """Say what is wrong with this number of control images."""
@@ -77,6 +81,9 @@ class ControlLimits:
             if self.are_masks:
                 way = f"set control_from_image = {MASK_FROM_IMAGE!r}, which draws them, or control_directory"
                 return f"{self.title} needs a mask for each picture; {way}"
+            if self.are_layers:
+                way = "set multiple_target = true, and put NAME_0.png, NAME_1.png ... beside NAME.png"
+                return f"{self.title} needs the layers of each picture; {way}"
             return f"{self.title} needs {format_count(self.fewest, noun)} for each {picture}, not {count}"
         if count <= self.most:
             return None
@@ -221,6 +228,25 @@ def _find_numbered_clips(folder: Path, stems: Container[str]) -> Mapping[str, di
 
 def _list_names(folder: Path) -> list[str]:
     return sorted(each for each in os.listdir(folder) if not each.startswith(".")) if folder.is_dir() else []
+
+
+def match_layers(images: Iterable[str], has_caption: Callable[[str], bool]) -> dict[str, tuple[str, ...]]:
+    """Match the images of a folder to their layers: NAME.png to NAME_0.png, NAME_1.png ... without captions.
+
+    Return each picture with its layers in the order of their numbers; ``ValueError`` if two have the same.
+    """
+    by_stem = {normalize_stem(image): image for image in images}
+    numbered: defaultdict[str, dict[int, str]] = defaultdict(dict)
+    layers = set[str]()
+    for image in images:
+        match = _NUMBERED_STEM.fullmatch(normalize_stem(image))
+        if match and match[1] in by_stem and not has_caption(image):
+            first = numbered[by_stem[match[1]]].setdefault(int(match[2]), image)
+            if first != image:
+                raise ValueError(f"{first} and {image} are the same layer; remove one of them")
+            layers.add(image)
+    pictures = [image for image in images if image not in layers]
+    return {image: tuple(numbered[image][number] for number in sorted(numbered[image])) for image in pictures}
 
 
 @dataclass
@@ -385,7 +411,7 @@ def _build_control(
     clip = None
     if isinstance(control, InspectedClip) and clip_rule is not None:
         clip = replace(control.frames, conversion=subset.build_rate_conversion(clip_rule))
-    return ControlImage(file, control.size, control.content_hash, clip=clip)
+    return ControlImage(file, control.size, control.content_hash, clip=clip, has_alpha=subset.multiple_target)
 
 
 def _describe_too_small(size: tuple[int, int], dataset: DatasetConfig) -> str | None:

@@ -69,7 +69,7 @@ _EXTRA_DATASET_KEYS = (
 _EXTRA_SUBSET_KEYS = (
     "parquet webdataset recursive include exclude image_column caption_column cache_directory control_directory"
     " control_from_image control_column video_dir target_frames frame_extraction frame_stride frame_sample max_frames"
-    " source_fps".split()
+    " source_fps multiple_target".split()
 )
 _INTERNAL_FIELDS = (
     *("kind", "subsets", "locations", "dataset_file", "uses_musubi_captions", "dataset_index_in_file"),

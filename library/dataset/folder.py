@@ -25,7 +25,7 @@ from .caption_files import (
     unify_line_breaks,
 )
 from .clip_decoding import VIDEO_EXTENSIONS, is_video_file
-from .controls import is_control_column
+from .controls import is_control_column, match_layers
 from .file_discovery import DirectoryTree, select_paths, walk_directory
 from .image_ref import ImageRef
 from .kohya_folders import find_unused_folder_names, has_images, parse_folder_name
@@ -48,6 +48,8 @@ def list_folder_images(subset: SubsetConfig, folder: Path, dataset: int, index: 
     images = _select_images(folder, tree, listing)
     files = CaptionFiles(tree.files, subset.normalized_caption_extensions, subset.can_fall_back_to_txt)
     listing.expected_source = " or ".join(files.extensions)
+    layers = _find_layers(images, files, listing)
+    images = [image for image in images if image in layers]
     caption_files = {image: files.find(image) for image in images}
     if subset.uses_musubi_captions and images:
         caption_files = _drop_uncaptioned(folder, caption_files, listing)
@@ -56,7 +58,7 @@ def list_folder_images(subset: SubsetConfig, folder: Path, dataset: int, index: 
     tables = _read_folder_tables(folder, tree, caption_files.keys(), is_needed, listing)
     if listing.problems:
         return listing
-    _add_images(folder, caption_files, tables.captions, listing)
+    _add_images(folder, caption_files, table_captions=tables.captions, layers=layers, listing=listing)
     if files.is_fallback:
         extensions = " or ".join(subset.normalized_caption_extensions)
         listing.notes.append(f"{folder}: no {extensions} files; captions are read from {files.extensions[0]} files")
@@ -134,10 +136,26 @@ def _drop_uncaptioned(
     return found
 
 
+def _find_layers(images: Sequence[str], files: CaptionFiles, listing: SubsetListing) -> dict[str, tuple[str, ...]]:
+    """Return the pictures with their layers, of which only ``multiple_target`` makes some."""
+    if not listing.subset.multiple_target:
+        return dict.fromkeys(images, ())
+    try:
+        layers = match_layers(images, lambda image: files.find(image) is not None)
+    except ValueError as error:
+        listing.add_problem("multiple_target", str(error))
+        return dict.fromkeys(images, ())
+    if not any(layers.values()) and images:
+        listing.add_problem("multiple_target", "no image has layers: no NAME_0.png without a caption beside NAME.png")
+    return layers
+
+
 def _add_images(
     folder: Path,
     caption_files: Mapping[str, tuple[str, str] | None],
+    *,
     table_captions: Mapping[str, ImageCaption],
+    layers: Mapping[str, tuple[str, ...]],
     listing: SubsetListing,
 ) -> None:
     json_reader = JsonCaptionReader(listing.subset.caption_column)
@@ -155,7 +173,8 @@ def _add_images(
             listing.add_problem("caption_extension", str(error))
             listing.mark_used("caption_column")
             return
-        listing.add_image(ImageRef(folder, image), image, caption)
+        controls = tuple(ImageRef(folder, layer) for layer in layers[image])
+        listing.add_image(ImageRef(folder, image), image, caption, controls)
     if json_reader.column is not None:
         listing.mark_used("caption_column")
 

@@ -46,6 +46,11 @@ def load_inpainting_mask(source: ImageSource) -> "Image":
     return _load_on_background(source, 0)
 
 
+def load_rgba_image(source: ImageSource) -> "Image":
+    """Load in EXIF orientation with alpha, and the stored colors under transparent parts; opaque where it has none."""
+    return load_oriented_image(source).convert("RGBA")
+
+
 def _load_on_background(source: ImageSource, gray: int) -> "Image":
     from PIL import Image
 

@@ -21,7 +21,7 @@ class ListedImage:
     dataset: int
     subset: int
     problem: Problem | None = None  # a problem with the caption
-    controls: tuple[ImageRef, ...] = ()  # control images that a metadata file lists
+    controls: tuple[ImageRef, ...] = ()  # control images that a metadata file lists, or layers
     is_clip: bool = False  # a video file, or a folder of its frames
 
 

@@ -36,11 +36,11 @@ VIDEO_KEYS = ("target_frames", "frame_extraction", "frame_stride", "frame_sample
 ONE_FRAME_KEYS = ("fp_latent_window_size", "fp_1f_clean_indices", "fp_1f_target_index", "fp_1f_no_post")
 """Keys that only FramePack and Wan read; musubi-tuner ignores them for other models."""
 
-_KEYS_OF_MUSUBI_ALONE = frozenset((*SOURCE_KEYS, *ONE_FRAME_KEYS, "multiple_target"))
+_KEYS_OF_MUSUBI_ALONE = frozenset((*SOURCE_KEYS, *ONE_FRAME_KEYS))
 _SHARED_KEYS = frozenset("resolution batch_size num_repeats enable_bucket bucket_no_upscale caption_extension".split())
 _OWN_KEYS_BESIDE_MUSUBI = frozenset(
     "control_resolution no_resize_control control_directory cache_directory recursive include exclude image_column"
-    " caption_column control_from_image weight resolution_schedule from_step to_step".split()
+    " caption_column control_from_image multiple_target weight resolution_schedule from_step to_step".split()
 )
 MUSUBI_KEYS = _SHARED_KEYS | _OWN_KEYS_BESIDE_MUSUBI | MUSUBI_SUBSET_KEYS.keys() | {*VIDEO_KEYS}
 """The keys of files in musubi-tuner's format that are read here."""
@@ -61,7 +61,6 @@ MUSUBI_BUCKET_STEP = 16
 
 _UNSUPPORTED_MUSUBI_KEYS: Mapping[str, str] = {
     "skip_corrupted_cache": "not supported yet: this key of musubi-tuner",
-    "multiple_target": "not supported yet: several target images, for layered models",
 }
 
 

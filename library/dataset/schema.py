@@ -85,6 +85,7 @@ class SubsetConfig(_LocatedKeys):
     dataset_file: Path | None = field(compare=False)
     locations: Mapping[str, Place] = field(compare=False, repr=False)  # of each key; "" for the subset itself
     control_from_image: str | None = None
+    multiple_target: bool = False
     video_dir: str | None = None
     target_frames: tuple[int, ...] = ()
     frame_extraction: FrameExtraction = "head"
@@ -272,6 +273,11 @@ class _SharedKeys:
     control_from_image: str | None = define_option(
         None,
         "make the control image from the image itself: canny, inpainting, colorization, deblurring, or a random mask",
+        needs=ALWAYS,
+    )
+    multiple_target: bool = define_option(
+        False,
+        "numbered images beside each image, NAME_0.png, NAME_1.png ..., are its layers, for models that make layers",
         needs=ALWAYS,
     )
     custom_attributes: _FreeTable | None = define_option(None, "free table", needs=ALWAYS)  # noqa: RUF009

@@ -206,6 +206,7 @@ def validate_control_settings(datasets: Sequence[DatasetConfig]) -> Iterator[Pro
         if (key := subset.control_key) is not None:
             yield from _validate_second_dir(subset, key, subset.resolve_control_dir(), "control images")
         yield from _validate_control_from_image(subset)
+        yield from _validate_layers(subset)
         if subset.control_directory is not None and subset.conditioning_is_control:
             fix = "remove one of the two, or set --masked_loss if it has masks"
             yield subset.report("conditioning_data_dir", "control_directory is set too", fix)
@@ -263,7 +264,8 @@ def find_untimed_clips(subsets: Iterable[SubsetConfig]) -> Iterator[Problem]:
 
 
 def _can_have_controls(subset: SubsetConfig) -> bool:
-    return any((subset.control_key, subset.metadata_file, subset.control_from_image, subset.parquet, subset.webdataset))
+    sources = subset.metadata_file, subset.parquet, subset.webdataset
+    return any((subset.control_key, subset.control_from_image, subset.multiple_target, *sources))
 
 
 def _validate_control_from_image(subset: SubsetConfig) -> Iterator[Problem]:
@@ -274,6 +276,19 @@ def _validate_control_from_image(subset: SubsetConfig) -> Iterator[Problem]:
     elif kind is not None and kind not in CONTROLS_FROM_IMAGE:
         hint = suggest_name(kind, CONTROLS_FROM_IMAGE)
         yield subset.report(key, f"expected {', '.join(CONTROLS_FROM_IMAGE)}, got {kind!r}{hint}")
+
+
+def _validate_layers(subset: SubsetConfig) -> Iterator[Problem]:
+    """Yield problems of a subset whose pictures have layers."""
+    key = "multiple_target"
+    if not subset.multiple_target:
+        return
+    if subset.source_key != "image_dir":
+        text = f"layers are found beside the images of a folder, and {subset.source_key} is set"
+        yield subset.report(key, text, "set image_dir, or remove it", others=(subset.source_key,))
+    if (other := subset.control_key or ("control_from_image" if subset.control_from_image else "")) != "":
+        text = "the layers are made of the image itself, and of no other control image"
+        yield subset.report(key, text, f"remove {other}", others=(other,))
 
 
 def _validate_second_dir(subset: SubsetConfig, key: str, folder: Path | None, content: str) -> Iterator[Problem]:

@@ -221,6 +221,10 @@ class Family(ABC):
         """Encode all control images of a picture, each to one tensor; by default, each by itself."""
         return tuple(self.encode_control(pipe, control, pixels) for control in controls)
 
+    def arrange_batch(self, batch: Batch) -> Batch:
+        """Arrange the latents of a batch, before noise is added, to those that the denoiser predicts."""
+        return batch
+
     def select_trained_frames(self, loss: Tensor, batch: Batch) -> Tensor:
         """Leave out of a loss for each element that of the frames that are given to the denoiser."""
         return loss

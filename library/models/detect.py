@@ -129,8 +129,11 @@ def build_control_limits(model: DetectedModel) -> ControlLimits:
     others = [each for each in FAMILY_FACTS.values() if (each.pipeline.frames is not None) == are_clips]
     titles = [each.title for each in others if each.control.num_images[1]]
     titles += [] if are_clips else [f"{FAMILY_FACTS[name].title} with --control" for name in CONTROL_FAMILIES]
+    control = facts.control
     return ControlLimits(
-        *facts.control.num_images, facts.title, ", ".join(titles), facts.control.are_masks, are_clips=are_clips
+        *(*control.num_images, facts.title, ", ".join(titles), control.are_masks),
+        are_clips=are_clips,
+        are_layers=control.are_layers,
     )
 
 

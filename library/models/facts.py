@@ -306,6 +306,9 @@ class ControlFacts:
     """Whether the control image is a mask, whose white is painted into the picture."""
     text_tokens_per_image: int = 0
     """Text tokens of a control image, at most, where the text encoder reads it together with the caption; else 0."""
+    are_layers: bool = False
+    """Whether they are layers of the picture, with alpha, which are trained together with it; a preview has one image,
+    of which it makes the layers."""
     sets_preview_size: bool = False
     """Whether previews have the size that the diffusers pipeline takes from their control image."""
 

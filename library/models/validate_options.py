@@ -41,6 +41,7 @@ from ..errors import ConfigError, FileError
 from ..problems import Place, Problem, locate_problems
 from .detect import DetectedModel, build_control_limits, detect_model, get_config_reader, list_video_models
 from .facts import TORCH_ATTENTION_MODES, FamilyFacts
+from .families import FAMILY_FACTS
 from .kohya_objective import resolve_objective_defaults, validate_objective_defaults
 from .own_families import get_family_facts
 from .trained_components import select_trained_text_encoders
@@ -170,12 +171,20 @@ def _validate_datasets(data: DataConfig, cache: CacheConfig, model: DetectedMode
     facts = get_family_facts(model.family)
     if facts.pipeline.frames is None and not model.is_built_in:
         yield from find_clips_for_image_models(parsed.datasets, facts.title, list_video_models())
-    if facts.control.are_channels:
-        yield from _find_other_control_sizes(parsed.datasets, facts.title)
+    if facts.control.are_channels or facts.control.are_layers:
+        yield from _find_other_control_sizes(parsed.datasets, facts)
     limits = build_control_limits(model)
     for subset in (subset for dataset in parsed.datasets for subset in dataset.subsets):
         key = subset.control_key or ("control_from_image" if subset.control_from_image else None)
-        if key is not None and not limits.most:
+        if subset.multiple_target and not facts.control.are_layers:
+            titles = [each.title for each in FAMILY_FACTS.values() if each.control.are_layers]
+            yield subset.report(
+                "multiple_target", f"{facts.title} makes no layers; {', '.join(titles)} does", "remove it"
+            )
+        if key is not None and facts.control.are_layers:
+            fix = "set multiple_target = true for its layers"
+            yield subset.report(key, f"{facts.title} reads the picture itself, and no control image", fix)
+        elif key is not None and not limits.most:
             fix = "if these are masks, set --masked_loss" if subset.conditioning_is_control else ""
             yield subset.report(key, limits.describe_problem(1) or "", fix)
         if limits.most and subset.control_from_image:
@@ -185,12 +194,13 @@ def _validate_datasets(data: DataConfig, cache: CacheConfig, model: DetectedMode
             yield from _find_random_controls(subset)
 
 
-def _find_other_control_sizes(datasets: Sequence[DatasetConfig], title: str) -> Iterator[Problem]:
+def _find_other_control_sizes(datasets: Sequence[DatasetConfig], facts: FamilyFacts) -> Iterator[Problem]:
     """Find control images that are not as large as their pictures."""
+    source = "layers with their picture" if facts.control.are_layers else "the control image in channels of its input"
     for dataset in datasets:
         if dataset.has_own_control_size:
             key = "no_resize_control" if dataset.no_resize_control else "control_resolution"
-            text = f"{title} reads the control image in channels of its input, so that it has the size of the picture"
+            text = f"{facts.title} reads {source}, so that it has the size of the picture"
             yield dataset.report(key, text, "leave it out")
 
 
@@ -262,8 +272,10 @@ def _validate_prompt(prompt: Prompt, model: DetectedModel) -> Iterator[Problem]:
     elif prompt.control_clips and prompt.control_images:
         text = "which of them is the mask is unknown: control images and control clips are both set"
         yield prompt.report("control_video_path", text, "give both as clips; a folder with one image is one")
-    elif problem := build_control_limits(model).describe_problem(
-        len(prompt.control_images) + len(prompt.control_clips)
+    elif facts.control.are_layers and len(prompt.control_images) != 1:
+        yield prompt.report(key, f"{title} makes the layers of one image, not {len(prompt.control_images)}", "use --ci")
+    elif not facts.control.are_layers and (
+        problem := build_control_limits(model).describe_problem(len(prompt.control_images) + len(prompt.control_clips))
     ):
         yield prompt.report(key, problem)
     elif prompt.control_from_image and (reason := _describe_wrong_condition(prompt.control_from_image, facts)):
@@ -297,9 +309,14 @@ def _validate_frames(prompt: Prompt, model: DetectedModel) -> Iterator[Problem]:
     """Check what a prompt says of the frames of its clip."""
     facts = get_family_facts(model.family)
     rule, frames = facts.pipeline.frames, prompt.num_frames
-    if rule is None:
+    if facts.control.are_layers:
+        if frames is not None and frames > facts.control.num_images[1]:
+            text = f"{facts.title} makes at most {facts.control.num_images[1]} layers, not {frames}"
+            yield prompt.report("frame_count", text)
+    elif rule is None:
         if frames not in (None, 1):
             yield prompt.report("frame_count", f"{facts.title} makes images, not {frames} frames", "leave it out")
+    if rule is None:
         if prompt.fps is not None:
             yield prompt.report("fps", f"{facts.title} makes images", "leave it out")
     elif frames is not None and (below := rule.round_down(frames)) != frames:

@@ -311,7 +311,7 @@ class DiffusionTask:
         mask = None if pixel_batch.latent_mask is None else self.to_device(pixel_batch.latent_mask)
         if pixel_batch.mask is not None:
             mask = resize_mask_to_latents(self.to_device(pixel_batch.mask), (latents.shape[-2], latents.shape[-1]))
-        return Batch(
+        batch = Batch(
             latents=latents,
             cond=cond,
             size_conditioning=size_conditioning,
@@ -325,6 +325,7 @@ class DiffusionTask:
             frame_cond=frame_cond,
             sound=None if pixel_batch.sound is None else self.to_device(pixel_batch.sound).float(),
         )
+        return self.family.arrange_batch(batch)
 
     def _encode_images(self, pixel_batch: PixelBatch) -> tuple[Moments, dict[str, Tensor]]:
         """Encode images or clips, and what the model gets of their own frames, unless both are cached."""

@@ -24,7 +24,11 @@ from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
 from diffusers.pipelines.ltx import pipeline_ltx_condition
 from diffusers.pipelines.ltx2 import pipeline_ltx2_image2video
 from diffusers.pipelines.prx import pipeline_prx, pipeline_prx_pixel
-from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
+from diffusers.pipelines.qwenimage import (
+    pipeline_qwenimage_edit,
+    pipeline_qwenimage_edit_plus,
+    pipeline_qwenimage_layered,
+)
 from diffusers.pipelines.skyreels_v2 import pipeline_skyreels_v2
 from diffusers.pipelines.stable_diffusion import pipeline_stable_diffusion_inpaint
 from diffusers.pipelines.stable_diffusion_xl import pipeline_stable_diffusion_xl_inpaint
@@ -511,7 +515,8 @@ def shrink_references(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = pipeline_wan, pipeline_wan_i2v, pipeline_wan_vace, pipeline_skyreels_v2, pipeline_prx, pipeline_prx_pixel
     for module in modules:
         monkeypatch.setattr(module, "ftfy", SimpleNamespace(fix_text=lambda text: text), raising=False)
-    monkeypatch.setattr(pipeline_longcat_image_edit, "calculate_dimensions", lambda area, ratio: (WIDTH, HEIGHT))
+    for module in (pipeline_longcat_image_edit, pipeline_qwenimage_layered):
+        monkeypatch.setattr(module, "calculate_dimensions", lambda area, ratio: (WIDTH, HEIGHT))
     monkeypatch.setattr(
         pipeline_qwenimage_edit,
         "calculate_dimensions",
@@ -560,6 +565,51 @@ def qwen_image_edit_plus() -> TinyCase:
 
 def qwen_image_edit_plus_2511() -> TinyCase:
     return _build_edit_case("random:qwen_image_edit_plus:2511:tiny", (150, 100), (90, 120))
+
+
+def qwen_image_layered() -> TinyCase:
+    """A picture with two layers; the pipeline takes its size from the picture, and not as arguments."""
+    tiny, source = qwen_image_edit(), "random:qwen_image_layered:tiny"
+    pipe, layers = _load(source), 2
+
+    class SizedPipeline(type(pipe)):
+        def __call__(self, *, height: int, width: int, **arguments: Any) -> Any:
+            return super().__call__(**arguments)
+
+    pipe.__class__ = copy_class_name(SizedPipeline, type(pipe))
+    image = tiny.controls[0].convert("RGBA")
+    with torch.no_grad():
+        pixels = pipe.image_processor.preprocess(image, HEIGHT, WIDTH).unsqueeze(2)
+        picture = pipe._encode_vae_image(pixels, torch.Generator()).expand(2, -1, -1, -1, -1)
+    (latents,) = _draw_tensors((4, layers + 1, HEIGHT // 8, WIDTH // 8))
+    arguments = {"image": image, "layers": layers}
+
+    def add_alpha(pixels: Tensor) -> Tensor:
+        return torch.cat([pixels, torch.ones_like(pixels[:, :1])], dim=1)
+
+    def pack(latents: Tensor) -> Tensor:
+        shape = len(latents), 4, HEIGHT // 8, WIDTH // 8, latents.shape[2]
+        return Tensor(pipe._pack_latents(latents.transpose(1, 2).contiguous(), *shape))
+
+    return replace(
+        tiny,
+        family="qwen_image_layered",
+        pipe=pipe,
+        batch=replace(build_batch(latents, tiny.batch.cond), frame_cond={"picture": picture}),
+        call={
+            **{name: tiny.call[name] for name in ("prompt_embeds", "prompt_embeds_mask")},
+            **arguments,
+            "prompt": "-",
+        },
+        sizes=arguments,
+        texts=arguments,
+        encode=lambda pipe, pixels, generators: pipe._encode_vae_image(add_alpha(pixels).unsqueeze(2), generators),
+        source=source,
+        pack_latents=pack,
+        unpack_latents=lambda rows: pipe._unpack_latents(rows, HEIGHT, WIDTH, layers, 8),
+        controls=(image,),
+        add_channels=add_alpha,
+    )
 
 
 def aura_flow() -> TinyCase:
@@ -1727,6 +1777,7 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "qwen_image21": qwen_image21,
     "qwen_image_edit": qwen_image_edit,
     "qwen_image_edit_plus": qwen_image_edit_plus,
+    "qwen_image_layered": qwen_image_layered,
     "qwen_image_edit_plus_2511": qwen_image_edit_plus_2511,
     "aura_flow": aura_flow,
     "ovis_image": ovis_image,

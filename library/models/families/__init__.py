@@ -39,6 +39,7 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "qwen_image": ".qwen_image:QwenImage",
         "qwen_image21": ".qwen_image21:QwenImage21",
         "qwen_image_edit": ".qwen_image_edit:QwenImageEdit",
+        "qwen_image_layered": ".qwen_image_layered:QwenImageLayered",
         "qwen_image_edit_plus": ".qwen_image_edit:QwenImageEditPlus",
         "aura_flow": ".aura_flow:AuraFlow",
         "ovis_image": ".ovis_image:OvisImage",
