@@ -153,7 +153,7 @@ BLOCKS = {
 """Block classes of diffusers in which the reference trainer of a family trains the linear layers."""
 EXCLUDED = {
     "z_image": r"_modulation|_refiner",
-    **dict.fromkeys(("qwen_image", "qwen_image_edit", "qwen_image_edit_plus"), r"_mod\."),
+    **dict.fromkeys(("qwen_image", "qwen_image_edit", "qwen_image_edit_plus", "qwen_image_layered"), r"_mod\."),
     "aura_flow": r"norm1|\.ff",
     "ovis_image": r"norm|\.ff|\.proj_",
     **dict.fromkeys(("longcat_image", "longcat_image_edit"), r"norm|\.ff|\.proj_|add_"),

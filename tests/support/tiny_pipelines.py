@@ -581,14 +581,14 @@ def qwen_image_layered() -> TinyCase:
     with torch.no_grad():
         pixels = pipe.image_processor.preprocess(image, HEIGHT, WIDTH).unsqueeze(2)
         picture = pipe._encode_vae_image(pixels, torch.Generator()).expand(2, -1, -1, -1, -1)
-    (latents,) = _draw_tensors((4, layers + 1, HEIGHT // 8, WIDTH // 8))
+    (latents,) = _draw_tensors((2, layers + 1, HEIGHT // 8, WIDTH // 8))
     arguments = {"image": image, "layers": layers}
 
     def add_alpha(pixels: Tensor) -> Tensor:
         return torch.cat([pixels, torch.ones_like(pixels[:, :1])], dim=1)
 
     def pack(latents: Tensor) -> Tensor:
-        shape = len(latents), 4, HEIGHT // 8, WIDTH // 8, latents.shape[2]
+        shape = len(latents), 2, HEIGHT // 8, WIDTH // 8, latents.shape[2]
         return Tensor(pipe._pack_latents(latents.transpose(1, 2).contiguous(), *shape))
 
     return replace(

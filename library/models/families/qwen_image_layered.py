@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 DEFAULT_LAYERS = 4
 """The layers of a preview whose prompt does not set their number."""
 RESOLUTION = 640
-"""The side of a square with the area of previews, which the authors recommend; diffusers' pipeline knows 1024 beside."""
+"""The side of a square with the area of previews, as the authors recommend; the pipeline takes 1024 as well."""
 MAX_LAYERS = 20
 PICTURE = "picture"
 """The key of ``Batch.frame_cond``: the latents of the picture without noise."""
@@ -179,6 +179,13 @@ class QwenImageLayered(QwenImage):
         return [_join_side_by_side(layers)], None
 
 
+class Precision:
+    """Stands for the text encoder of a preview, of which the pipeline reads the precision."""
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype = dtype
+
+
 class LayerSampler:
     """Calls the pipeline in the way of previews: the picture sets the size, and no text encoder is there.
 
@@ -192,12 +199,10 @@ class LayerSampler:
         return getattr(self.pipe, name)
 
     def __call__(self, *, height: int, width: int, **arguments: Any) -> Any:
-        from types import SimpleNamespace
-
         from diffusers.pipelines.qwenimage import pipeline_qwenimage_layered
 
         pipe, image = self.pipe, arguments["image"]
-        pipe.text_encoder = SimpleNamespace(dtype=pipe.vae.dtype)
+        pipe.text_encoder = Precision(pipe.vae.dtype)
         pipe._encode_vae_image = self._encode_picture
         output = pipe(**arguments, resolution=RESOLUTION)
         width, height = pipeline_qwenimage_layered.calculate_dimensions(RESOLUTION**2, image.width / image.height)
