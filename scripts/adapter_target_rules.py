@@ -54,7 +54,7 @@ def _assign(rule: TargetRule, *families: str) -> dict[str, TargetRule]:
     return dict.fromkeys(families, rule)
 
 
-QWEN_FAMILIES = ("qwen_image", "qwen_image_edit", "qwen_image_edit_plus")
+QWEN_FAMILIES = ("qwen_image", "qwen_image_edit", "qwen_image_edit_plus", "qwen_image_layered")
 WAN_FAMILIES = ("wan", "wan_i2v", "wan_flf2v", "wan22_t2v", "wan22_i2v")
 
 RULES: Mapping[str, Mapping[str, TargetRule]] = {

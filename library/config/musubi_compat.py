@@ -129,7 +129,9 @@ MUSUBI_OPTIONS: Mapping[str, OptionVerdict] = {
     "show_timesteps": UnsupportedOption("use python -m library plan, which trains nothing"),
     "dit_in_channels": UnsupportedOption("not supported: the model has the channels of its files", (16,)),
     "num_layers": UnsupportedOption("not supported: the model has the blocks of its files", (60,)),
-    "remove_first_image_from_target": UnsupportedOption("for Qwen-Image-Layered, which is not supported"),
+    "remove_first_image_from_target": UnsupportedOption(
+        "not supported: the picture itself is the first image that Qwen-Image-Layered is trained to make"
+    ),
     **dict.fromkeys(_CACHING_OPTIONS, _CACHING),
     **dict.fromkeys(_OTHER_MODEL_OPTIONS, _OTHER_MODEL),
 }

@@ -344,8 +344,8 @@ def test_a_json_file_that_does_not_exist_is_reported(tmp_path):
         " least 1, got 0",
         "[[datasets]]\nresolution = 512\nvideo_directory = 'a'\nframe_extraction = 'tail'": "4: frame_extraction: "
         "'tail' is not one of head, chunk, slide, uniform, full",
-        "[[datasets]]\nresolution = 512\nimage_directory = 'a'\nmultiple_target = true": "4: multiple_target: not"
-        " supported yet: several target images, for layered models; remove it",
+        "[[datasets]]\nresolution = 512\nimage_directory = 'a'\nskip_corrupted_cache = true": "4: skip_corrupted_cache:"
+        " not supported yet: this key of musubi-tuner; remove it",
     }.items(),
 )
 def test_each_mistake_in_our_own_keys_is_reported_with_a_fix(tmp_path, text: str, expected: str):
@@ -405,6 +405,6 @@ caption_extension = ".cap"
     reading = read(tmp_path, text + "".join(f"{name} = 1\n" for name in frames) + "multiple_target = false\n")
     assert reading.require_valid()[0].subsets == (subset,)
     assert [notice.split(": ")[1:3] for notice in reading.notices[:-1]] == [[name, "no effect"] for name in frames]
-    unsupported = ("multiple_target", "skip_corrupted_cache")
+    unsupported = ("skip_corrupted_cache",)
     actual = format_lines(read(tmp_path, text + "".join(f"{name} = true\n" for name in unsupported)).problems)
     assert [line.split(": ")[1:3] for line in actual] == [[name, "not supported yet"] for name in unsupported]

@@ -68,7 +68,7 @@ LAYERS = {
         *join_names("blocks.{}.ffn.", "0 2"),
     ],
 }
-LAYERS |= dict.fromkeys(("qwen_image_edit", "qwen_image_edit_plus"), LAYERS["qwen_image"])
+LAYERS |= dict.fromkeys(("qwen_image_edit", "qwen_image_edit_plus", "qwen_image_layered"), LAYERS["qwen_image"])
 LEFT_OUT = {"krea2": {"txtfusion.projector"}}
 """Layers that musubi-tuner trains and that get no adapter here."""
 MODULES = {

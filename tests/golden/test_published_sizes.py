@@ -85,6 +85,7 @@ COUNTS = {
     ("qwen_image", "transformer"): 20_430_401_088,
     ("qwen_image_edit", "transformer"): 20_430_401_088,
     ("qwen_image_edit_plus", "transformer"): 20_430_401_088,
+    ("qwen_image_layered", "transformer"): 20_430_407_232,
     ("qwen_image_edit_plus_2511", "transformer"): 20_430_401_088,
     ("qwen_image", "vae"): 126_892_531,
     ("qwen_image", "text_encoder"): 8_292_166_656,

@@ -74,6 +74,7 @@ SAME_FILES = {
     "flux_kontext": "flux",
     "qwen_image_edit": "qwen_image",
     "qwen_image_edit_plus": "qwen_image",
+    "qwen_image_layered": "qwen_image",
     "longcat_image_edit": "longcat_image",
 }
 """Editing models whose files have the names of another model's."""

@@ -36,6 +36,7 @@ MODEL_CLASSES = {  # a family that is not here is not in ComfyUI
     "flux_kontext": "Flux",
     "qwen_image_edit": "QwenImage",
     "qwen_image_edit_plus": "QwenImage",
+    "qwen_image_layered": "QwenImage",
     "longcat_image_edit": "LongCatImage",
     "ernie_image": "ErnieImage",
     "lumina2": "Lumina2",

@@ -41,6 +41,7 @@ from torch import Tensor
 from library.config.schema import ModelConfig
 from library.models.detect import detect_model
 from library.models.families import FAMILIES, IMAGE_TO_VIDEO_FAMILIES
+from library.models.families import qwen_image_layered as qwen_image_layered_family
 from library.models.loading import import_model_class
 from library.models.model_configs import load_bundled_config
 from library.models.weights import build_random_component
@@ -573,8 +574,10 @@ def qwen_image_layered() -> TinyCase:
     pipe, layers = _load(source), 2
 
     class SizedPipeline(type(pipe)):
-        def __call__(self, *, height: int, width: int, **arguments: Any) -> Any:
-            return super().__call__(**arguments)
+        def __call__(self, *, height: int | None = None, width: int | None = None, **arguments: Any) -> Any:
+            if arguments.get("output_type") != "latent" or "callback_on_step_end" in arguments:
+                return super().__call__(**arguments)
+            return SimpleNamespace(images=qwen_image_layered_family.sample_latents(super().__call__, **arguments))
 
     pipe.__class__ = copy_class_name(SizedPipeline, type(pipe))
     image = tiny.controls[0].convert("RGBA")
@@ -602,7 +605,7 @@ def qwen_image_layered() -> TinyCase:
             "prompt": "-",
         },
         sizes=arguments,
-        texts=arguments,
+        texts={**arguments, "layers": qwen_image_layered_family.DEFAULT_LAYERS},
         encode=lambda pipe, pixels, generators: pipe._encode_vae_image(add_alpha(pixels).unsqueeze(2), generators),
         source=source,
         pack_latents=pack,

@@ -6,7 +6,7 @@ picture without noise.  The VAE reads and makes pixels with alpha.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -186,6 +186,29 @@ class Precision:
         self.dtype = dtype
 
 
+class SampledLatents(Exception):
+    """Ends a call of the pipeline after its last step."""
+
+    def __init__(self, latents: Tensor):
+        super().__init__()
+        self.latents = latents
+
+
+def sample_latents(call: Callable[..., Any], **arguments: Any) -> Tensor:
+    """Call the pipeline and return its latents, which diffusers 0.42 fails to return by itself."""
+
+    def end_after_last_step(pipe: Any, step: int, timestep: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        if step == pipe.num_timesteps - 1:
+            raise SampledLatents(tensors["latents"])
+        return tensors
+
+    try:
+        call(**arguments, callback_on_step_end=end_after_last_step)
+    except SampledLatents as sampled:
+        return sampled.latents
+    raise AssertionError("the pipeline has ended without a step")
+
+
 class LayerSampler:
     """Calls the pipeline in the way of previews: the picture sets the size, and no text encoder is there.
 
@@ -199,15 +222,17 @@ class LayerSampler:
         return getattr(self.pipe, name)
 
     def __call__(self, *, height: int, width: int, **arguments: Any) -> Any:
+        from types import SimpleNamespace
+
         from diffusers.pipelines.qwenimage import pipeline_qwenimage_layered
 
         pipe, image = self.pipe, arguments["image"]
         pipe.text_encoder = Precision(pipe.vae.dtype)
         pipe._encode_vae_image = self._encode_picture
-        output = pipe(**arguments, resolution=RESOLUTION)
+        tokens = sample_latents(pipe, **arguments, resolution=RESOLUTION)
         width, height = pipeline_qwenimage_layered.calculate_dimensions(RESOLUTION**2, image.width / image.height)
-        output.images = pipe._unpack_latents(output.images, height, width, arguments["layers"], pipe.vae_scale_factor)
-        return output
+        latents = pipe._unpack_latents(tokens, height, width, arguments["layers"], pipe.vae_scale_factor)
+        return SimpleNamespace(images=latents)
 
     def _encode_picture(self, image: Tensor, generator: torch.Generator) -> Tensor:
         """Encode the picture in the precision of the VAE, whose own the pipeline takes to be that of the texts."""

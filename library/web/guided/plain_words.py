@@ -34,6 +34,7 @@ FAMILY_SENTENCES: Mapping[str, str] = {
     "z_image": "Small and quick for its quality; one of the best choices for cards from 12 GB.",
     "qwen_image": "Follows long texts very well, in English and Chinese; large.",
     "qwen_image21": "A smaller Qwen-Image that fits on one card.",
+    "qwen_image_layered": "Takes a picture apart into layers; it is trained on pictures with their layers.",
     "qwen_image_edit": "Qwen-Image that edits a picture by a sentence; it is trained on pairs of pictures.",
     "sana": "Very quick: it makes large pictures from a strongly compressed form.",
     "lumina2": "Small and free, with good drawings.",

@@ -175,7 +175,7 @@ def test_an_option_without_effect_is_named(flags, reasons):
         ("--sage_attn", "no backward pass"),
         ("--show_timesteps console", "library plan"),
         ("--num_layers 40", "the model has the blocks of its files"),
-        ("--remove_first_image_from_target", "Qwen-Image-Layered"),
+        ("--remove_first_image_from_target", "the picture itself is the first"),
         ("--skip_existing", "a run caches by itself"),
         ("--no_vae_load", "for a model of musubi-tuner that is not supported"),
         ("--dit_in_channels 32", "the model has the channels of its files"),
@@ -318,7 +318,8 @@ def test_a_version_of_another_model_is_refused():
     (problem,) = find_problems([*QWEN, "--model_version", "dev"])
     assert problem.startswith("--model_version: dev is a version of FLUX.2 dev, and the model is Qwen-Image")
     (problem,) = find_problems([*QWEN, "--model_version", "layered"])
-    assert problem.startswith("--model_version: there is no version layered, and the model is Qwen-Image")
+    assert problem.startswith("--model_version: layered is a version of Qwen-Image-Layered, and the model is Qwen-Im")
+    assert find_problems(["--dit", "random:qwen_image_layered:tiny", "--model_version", "layered"]) == []
     plus = ["--dit", "random:qwen_image_edit_plus:tiny", "--model_version"]
     assert find_problems([*plus, "edit-2509"]) == []
     (problem,) = find_problems([*plus, "edit-2511"])
