@@ -427,7 +427,7 @@ def test_a_single_file_of_published_size_has_every_weight(config, part, original
     }
 
 
-def test_the_file_of_qwen_image_edit_2511_is_told_from_qwen_image_by_its_mark():
+def test_the_files_of_qwen_image_edit_2511_and_of_layers_are_told_from_qwen_image_by_their_marks():
     model, names = (
         build_component_on_meta("qwen_image", "transformer"),
         [name for name in FAMILY_FACTS if f"{name}_".startswith("qwen_image_")],
@@ -438,7 +438,10 @@ def test_the_file_of_qwen_image_edit_2511_is_told_from_qwen_image_by_its_mark():
         header = CheckpointHeader(shapes, {})
         return {name: match_bundled_config(header, name, FAMILY_FACTS[name]) for name in names}
 
-    assert match(shapes) == {name: name for name in names}
+    layered = "qwen_image_layered"
+    assert match(shapes) == {**{name: name for name in names}, layered: None}
+    of_layers = match(shapes | {"time_text_embed.addition_t_embedding.weight": (2, 3072)})
+    assert of_layers == {**dict.fromkeys(names), layered: layered}
     marked = match(shapes | {"__index_timestep_zero__": (0,)})
     assert marked == {**dict.fromkeys(names), "qwen_image_edit_plus": "qwen_image_edit_plus_2511"}
 

@@ -56,6 +56,10 @@ FACTS = FamilyFacts(
             ("img_in.weight", 1): ("transformer", "in_channels"),
             ("txt_in.weight", 1): ("transformer", "joint_attention_dim"),
             ("__index_timestep_zero__", None): ("transformer", "zero_cond_t"),  # of 2511, in files for ComfyUI
+            ("time_text_embed.addition_t_embedding.weight", None): (
+                "transformer",
+                "use_additional_t_cond",
+            ),  # of Layered
         },
         trainer_names=TrainerNames(
             ai_toolkit=("qwen_image",),

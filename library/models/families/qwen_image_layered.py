@@ -100,15 +100,13 @@ class QwenImageLayered(QwenImage):
         mean = encode_clip_moments(pipe.vae, torch.cat([pixels, alpha], dim=1).unsqueeze(2)).mean_and_std[:, 0]
         return Moments.from_mean_and_std(mean, torch.zeros_like(mean))
 
-    def encode_frame_cond(self, pipe: Any, pixels: Tensor, moments: Moments) -> dict[str, Tensor]:
-        return {PICTURE: moments.mean_and_std[:, 0]}
-
     def arrange_batch(self, batch: Batch) -> Batch:
-        """Put the layers behind the picture: all of them get noise and are predicted."""
+        """Put the layers behind the picture: all of them get noise and are predicted, and the picture is seen clean."""
         import torch
 
         layers = [each.to(batch.latents.dtype) for each in batch.control_latents]
-        return replace(batch, latents=torch.cat([batch.latents, *layers], dim=2), control_latents=())
+        latents = torch.cat([batch.latents, *layers], dim=2)
+        return replace(batch, latents=latents, control_latents=(), frame_cond={PICTURE: batch.latents})
 
     def decode_latents(self, pipe: Any, latents: Tensor) -> Tensor:
         """Decode each layer by itself to pixels with alpha."""
