@@ -59,7 +59,7 @@ FACTS = FamilyFacts(
             ("time_text_embed.addition_t_embedding.weight", None): (
                 "transformer",
                 "use_additional_t_cond",
-            ),  # of Layered
+            ),
         },
         trainer_names=TrainerNames(
             ai_toolkit=("qwen_image",),
