@@ -126,9 +126,11 @@ class QwenImageLayered(QwenImage):
         is_unpadded = all(len(row) == embeds.shape[1] for row in batch.cond["embeds"])
         needs_mask = batch.text_pad_multiple > 1 or not is_unpadded
 
+        size = (count, channels, height, width)
+
         def pack(latents: Tensor) -> Tensor:
             rows = latents.transpose(1, 2).contiguous()
-            packed: Tensor = pipe._pack_latents(rows, count, channels, height, width, rows.shape[1])
+            packed: Tensor = pipe._pack_latents(rows, *size, layers=rows.shape[1])
             return packed
 
         tokens, grid = pack(noisy_latents), (1, height // 2, width // 2)
@@ -178,7 +180,7 @@ class QwenImageLayered(QwenImage):
 
 
 class Precision:
-    """Stands for the text encoder of a preview, of which the pipeline reads the precision."""
+    """The precision of a preview, which the pipeline reads from its text encoder."""
 
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype
