@@ -114,7 +114,7 @@ class QwenImageLayered(QwenImage):
 
         count, _, layers = latents.shape[:3]
         pixels = decode_frame_latents(pipe.vae, latents.transpose(1, 2).flatten(0, 1))
-        return pixels.unflatten(0, (count, layers)).transpose(1, 2)
+        return pixels.view(count, layers, *pixels.shape[1:]).transpose(1, 2)
 
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         import torch
