@@ -54,7 +54,7 @@ def _assign(rule: TargetRule, *families: str) -> dict[str, TargetRule]:
     return dict.fromkeys(families, rule)
 
 
-QWEN_FAMILIES = ("qwen_image", "qwen_image_edit", "qwen_image_edit_plus", "qwen_image_layered")
+QWEN_FAMILIES = ("qwen_image", "qwen_image_edit", "qwen_image_edit_plus")
 WAN_FAMILIES = ("wan", "wan_i2v", "wan_flf2v", "wan22_t2v", "wan22_i2v")
 
 RULES: Mapping[str, Mapping[str, TargetRule]] = {
@@ -73,7 +73,7 @@ RULES: Mapping[str, Mapping[str, TargetRule]] = {
             *("flux_kontext", "flux2_dev", "flux2_klein"),
         ),
         "z_image": _match_original(r"(layers|noise_refiner|context_refiner)\..*", r".*(_modulation|_refiner).*"),
-        **_assign(TargetRule(r"transformer_blocks\..*", r".*(_mod_).*"), *QWEN_FAMILIES),
+        **_assign(TargetRule(r"transformer_blocks\..*", r".*(_mod_).*"), *QWEN_FAMILIES, "qwen_image_layered"),
         "krea2": _EVERY_LAYER,
         "ideogram4": _match_original(r"layers\..*", r".*adaln_modulation.*"),
         **_assign(
@@ -127,7 +127,7 @@ RULES: Mapping[str, Mapping[str, TargetRule]] = {
 
 REASONS: Mapping[str, str] = {
     **dict.fromkeys(
-        QWEN_FAMILIES,
+        (*QWEN_FAMILIES, "qwen_image_layered"),
         "without the modulation, as musubi-tuner means it: its pattern `_mod_` matches no name; "
         "`train_modulation=True` trains it",
     ),

@@ -516,6 +516,7 @@ def shrink_references(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = pipeline_wan, pipeline_wan_i2v, pipeline_wan_vace, pipeline_skyreels_v2, pipeline_prx, pipeline_prx_pixel
     for module in modules:
         monkeypatch.setattr(module, "ftfy", SimpleNamespace(fix_text=lambda text: text), raising=False)
+    monkeypatch.setattr(qwen_image_layered_family, "DEFAULT_LAYERS", 2)
     for module in (pipeline_longcat_image_edit, pipeline_qwenimage_layered):
         monkeypatch.setattr(module, "calculate_dimensions", lambda area, ratio: (WIDTH, HEIGHT))
     monkeypatch.setattr(
@@ -605,7 +606,7 @@ def qwen_image_layered() -> TinyCase:
             "prompt": "-",
         },
         sizes=arguments,
-        texts={**arguments, "layers": qwen_image_layered_family.DEFAULT_LAYERS},
+        texts=arguments,
         encode=lambda pipe, pixels, generators: pipe._encode_vae_image(add_alpha(pixels).unsqueeze(2), generators),
         source=source,
         pack_latents=pack,
