@@ -930,9 +930,11 @@ def wan_flf2v() -> TinyCase:
 
 
 def draw_control_clips(num_clips: int, num_frames: int) -> list[list[Image.Image]]:
-    """A control clip, and a mask that moves; no two frames are alike."""
+    """A control clip, and a mask with grey edges that moves; no two frames are alike."""
     masks = [Image.new("RGB", (WIDTH, HEIGHT)) for _ in range(num_frames)]
     for number, mask in enumerate(masks):
+        for grey, edge in ((90, 4), (170, 2)):
+            mask.paste((grey,) * 3, (11 + number - edge, 19 - edge, 60 + number + edge, 45 + edge))
         mask.paste((255, 255, 255), (11 + number, 19, 60 + number, 45))
     return [[draw_frame_image(number) for number in range(num_frames)], masks][:num_clips]
 
