@@ -54,16 +54,14 @@ class _AllReduce(torch.autograd.Function):
 def iter_norms_over_heads(model: nn.Module, plan: TensorParallelPlan) -> Iterator[tuple[Any, int]]:
     """Yield the norms of queries and keys over all heads of sharded attention layers, and their width.
 
-    Others normalize single heads, and have a weight of the width of one.
+    Others normalize single heads, and have a weight of the width of one.  ``RMSNorm`` is torch's or diffusers'.
     """
-    from diffusers.models.normalization import RMSNorm
-
     for name, module in model.named_modules():
         style, sizes = plan.get(f"{name}.to_q", ("", ()))
         if style != "colwise":
             continue
         for norm in module.children():
-            width = _get_width(norm) if isinstance(norm, (nn.RMSNorm, RMSNorm)) else 0
+            width = _get_width(norm) if type(norm).__name__ == "RMSNorm" else 0
             if width and width == sum(sizes) > sum(sizes) // _count_heads(module):
                 yield norm, width
 
