@@ -64,6 +64,7 @@ class PixelBatch:
     control_pixels: tuple[Tensor, ...] = ()  # one tensor for each control image, as ``pixels``
     control_latents: tuple[Tensor, ...] = ()  # cached ones, instead: (B, C, H, W), or (B, C, F, H, W)
     control_keys: tuple[str, ...] = ()  # a text for each sample that identifies its control images
+    frame_keys: tuple[str, ...] = ()  # a text for each sample that identifies its first frame, without random crop
     frame_cond: dict[str, Tensor] | None = None  # cached ``Batch.frame_cond``
     sound: Tensor | None = None  # (B, latents, channels): cached latents of sound; None where the samples have none
     network_multiplier: float = 1.0  # the strength of the LoRA while the batch is trained
@@ -191,6 +192,7 @@ class PixelBatch:
             global_positions=self.global_positions[rows],
             sample_keys=self.sample_keys[rows],
             control_keys=self.control_keys[rows],
+            frame_keys=self.frame_keys[rows],
             bad_samples=self.bad_samples if rows.start == 0 else (),
         )
 

@@ -278,7 +278,7 @@ def _reject_unread_encoder(header: CheckpointHeader, *, needs_vision: bool) -> N
         )
     if needs_vision:
         raise ModelError(
-            "is a GGUF file without the vision part (mmproj), and this model's text encoder reads the control images; "
+            "is a GGUF file without the vision part (mmproj), and this model's text encoder reads images, too; "
             "use the .safetensors file"
         )
     if header.architecture == INTERLEAVED_HEADS and not all(header.heads):

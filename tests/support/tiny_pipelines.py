@@ -19,7 +19,7 @@ import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.modular_pipelines.anima.encoders import encode_vae_image
 from diffusers.pipelines.flux import pipeline_flux_fill
-from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video
+from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video, pipeline_hunyuan_video_image2video
 from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
 from diffusers.pipelines.ltx import pipeline_ltx_condition
 from diffusers.pipelines.ltx2 import pipeline_ltx2_image2video
@@ -1562,6 +1562,52 @@ def hunyuan_video() -> TinyCase:
     )
 
 
+class RepeatedFirstFrame:
+    """A mixin of pipelines that encode one image, for texts and clips of several rows that begin with it."""
+
+    def prepare_latents(self, image: Tensor, batch_size: int, *args: Any) -> Any:
+        latents, given = super().prepare_latents(image, batch_size, *args)  # type: ignore[misc]
+        return latents, given.expand(batch_size, -1, -1, -1, -1).clone()
+
+
+def hunyuan_video_i2v(name: str = "hunyuan_video_i2v") -> TinyCase:
+    """A clip of two latent frames; the pipeline mixes a thousandth of the given one into the noise of all frames."""
+    tiny, pipe = hunyuan_video(), _load(f"random:{name}:tiny")
+    pipe.__class__ = copy_class_name(type("Repeated", (RepeatedFirstFrame, type(pipe)), {}), type(pipe))
+    template = pipeline_hunyuan_video_image2video.DEFAULT_PROMPT_TEMPLATE
+    longest = len(pipe.tokenizer(template["template"].format("a red circle on white ground")).input_ids)
+    texts = {"max_sequence_length": longest - template["crop_start"]}  # sums round by the padding
+    tiny = replace(tiny, family=name, pipe=pipe, source=f"random:{name}:tiny", texts=texts)
+    tiny = _add_frame_images(tiny, "image", num_frames=5)
+    given = tiny.batch.frame_cond["first"]
+
+    def mix(latents: Tensor) -> Tensor:
+        return (latents - 0.001 * given[: len(latents)]) / 0.999
+
+    return replace(
+        tiny,
+        pack_latents=mix,
+        pack_prediction=lambda prediction: prediction[:, :, 1:],
+        build_negative=lambda pipe, text: {"negative_prompt": text, "guidance_scale": 6.0},
+        encodes_prompts_alone=True,
+        compares_arguments=False,
+        tolerances={"rtol": 1e-4, "atol": 1e-5},
+        blocks=("HunyuanVideoTokenReplaceTransformerBlock", "HunyuanVideoTokenReplaceSingleTransformerBlock"),
+    )
+
+
+def _negate(pipe: Any, text: str) -> dict[str, Any]:
+    return {"negative_prompt": text}
+
+
+def hunyuan_video_i2v_33ch() -> TinyCase:
+    tiny = hunyuan_video_i2v("hunyuan_video_i2v_33ch")
+    blocks = ("HunyuanVideoTransformerBlock", "HunyuanVideoSingleTransformerBlock")
+    return replace(
+        tiny, dropped_frames=4, blocks=blocks, pack_prediction=lambda prediction: prediction, build_negative=_negate
+    )
+
+
 def _build_cogvideox_case(family: str, source: str, repeat_first: Callable[[Tensor], Tensor], frames: int) -> TinyCase:
     embeds, latents = _draw_tensors((226, 48), (4, frames, HEIGHT // 8, WIDTH // 8))
     one_frame = {"num_frames": 1}
@@ -1750,6 +1796,8 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "ltx2_2_3": ltx2_2_3,
     "ltx2_from_image": ltx2_from_image,
     "hunyuan_video": hunyuan_video,
+    "hunyuan_video_i2v": hunyuan_video_i2v,
+    "hunyuan_video_i2v_33ch": hunyuan_video_i2v_33ch,
     "cogvideox": cogvideox,
     "cogvideox_2b": cogvideox_2b,
     "cogvideox15": cogvideox15,

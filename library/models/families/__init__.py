@@ -76,6 +76,8 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "ltx_video095": ".ltx_video095:LTXVideo095",
         "ltx2": ".ltx2:LTX2",
         "hunyuan_video": ".hunyuan_video:HunyuanVideo",
+        "hunyuan_video_i2v": ".hunyuan_video_i2v:HunyuanVideoI2V",
+        "hunyuan_video_i2v_33ch": ".hunyuan_video_i2v:HunyuanVideoI2V33Channels",
         "cogvideox": ".cogvideox:CogVideoX",
         "cogvideox15": ".cogvideox15:CogVideoX15",
         "mochi": ".mochi:Mochi",
