@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ..dataset.controls import MASK_FROM_IMAGE
 from ..dataset.clip_windows import TextImages
+from ..dataset.controls import MASK_FROM_IMAGE
 from ..dataset.image_decoding import Pixels
 from ..dataset.schema import DatasetConfig, SubsetConfig
 from ..randomness import Purpose, derive_rng

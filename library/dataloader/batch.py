@@ -151,7 +151,8 @@ class PixelBatch:
         )
 
     def crop_first_image(self, max_size: int, frame_rule: FrameRule | None = None) -> "PixelBatch":
-        """The first image, or first frame, without its mask and at most ``max_size`` wide and high.
+        """The first image, or the fewest frames that the model takes, without mask and at most ``max_size`` wide and
+        high.
 
         Of a model that is trained on sound, it has some silence, whether the batch has sound or not.
         """
@@ -160,7 +161,8 @@ class PixelBatch:
         controls = self.control_pixels or self.control_latents
         control_sizes = [(image.shape[-1] * factor, image.shape[-2] * factor) for image in controls]
         smaller = [(min(width, max_size), min(height, max_size)) for width, height in [(width, height), *control_sizes]]
-        crop = self.build_dummy_batch(smaller[0], 1, smaller[1:], frame_rule=frame_rule)
+        least = 1 if frame_rule is None else frame_rule.least
+        crop = self.build_dummy_batch(smaller[0], 1, smaller[1:], num_frames=least, frame_rule=frame_rule)
         if crop.pixels is not None and self.pixels is not None:
             _copy_corner(self.pixels, crop.pixels)
         if crop.moments is not None and self.moments is not None:

@@ -215,6 +215,7 @@ _SIGNATURE_BY_CLASS: Mapping[str, tuple[str, str]] = {
     "CLIPTextModel": ("clip", "hidden_size"),
     "CLIPTextModelWithProjection": ("clip", "hidden_size"),
     "CLIPVisionModel": ("clip_vision", "hidden_size"),
+    "CLIPVisionModelWithProjection": ("clip_vision", "hidden_size"),
     "SiglipVisionModel": ("siglip_vision", "hidden_size"),
     "T5EncoderModel": ("t5", "d_model"),
     "T5ForConditionalGeneration": ("t5", "d_model"),

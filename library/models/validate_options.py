@@ -29,9 +29,9 @@ from ..config.unused_options import (
 )
 from ..config.validate_full import validate_block_rates
 from ..dataloader.sample_prompts import Prompt, load_preview_prompts
+from ..dataset.clip_windows import TextImages
 from ..dataset.controls import CONTROLS_FROM_IMAGE, MASK_FROM_IMAGE
 from ..dataset.dataset_config import can_load_datasets, load_dataset_config
-from ..dataset.clip_windows import TextImages
 from ..dataset.schema import DatasetConfig, SubsetConfig
 from ..dataset.validate import find_clips_for_image_models, validate_resolution_multiple
 from ..diffusion.expert_selection import HIGH_NOISE, LOW_NOISE, TYPICAL_TOKENS

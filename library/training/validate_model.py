@@ -20,7 +20,7 @@ from ..dataloader.sample_prompts import Prompt
 from ..errors import ConfigError
 from ..evaluation.embedders import EmbedderChoice
 from ..evaluation.pictures import find_unsupported_reason
-from ..models.base import ControlTextFamily, Family
+from ..models.base import Family
 from ..models.detect import DetectedModel, build_control_limits
 from ..models.loading import load_components_on_meta
 from ..models.trained_components import select_trained_text_encoders

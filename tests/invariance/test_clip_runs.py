@@ -229,6 +229,7 @@ SPLIT = [
     ("hunyuan_video15", "--tp_size 2"),
     ("hunyuan_video15_i2v", "--cp_size 2"),
     ("hunyuan_video15_i2v", "--tp_size 2"),
+    ("hunyuan_video_i2v", "--pp_size 2"),
     ("ltx_video095", "--cp_size 2"),
     ("ltx_video095", "--fsdp --image_to_video"),
     ("wan22_ti2v", "--fsdp --image_to_video"),

@@ -25,7 +25,7 @@ from diffusers.pipelines.ltx import pipeline_ltx_condition
 from diffusers.pipelines.ltx2 import pipeline_ltx2_image2video
 from diffusers.pipelines.prx import pipeline_prx
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
-from diffusers.pipelines.skyreels_v2 import pipeline_skyreels_v2
+from diffusers.pipelines.skyreels_v2 import pipeline_skyreels_v2, pipeline_skyreels_v2_i2v
 from diffusers.pipelines.stable_diffusion import pipeline_stable_diffusion_inpaint
 from diffusers.pipelines.stable_diffusion_xl import pipeline_stable_diffusion_xl_inpaint
 from diffusers.pipelines.wan import pipeline_wan, pipeline_wan_i2v, pipeline_wan_vace
@@ -508,7 +508,8 @@ def shrink_references(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     for module in INPAINTING_PIPELINES:  # which draw a sample of the latents that the mask leaves
         monkeypatch.setattr(module, "retrieve_latents", lambda encoded, **_: encoded.latent_dist.mode())
-    for module in (pipeline_wan, pipeline_wan_i2v, pipeline_wan_vace, pipeline_skyreels_v2, pipeline_prx):
+    others = pipeline_wan_vace, pipeline_skyreels_v2, pipeline_skyreels_v2_i2v, pipeline_prx
+    for module in (pipeline_wan, pipeline_wan_i2v, *others):
         monkeypatch.setattr(module, "ftfy", SimpleNamespace(fix_text=lambda text: text), raising=False)
     monkeypatch.setattr(pipeline_longcat_image_edit, "calculate_dimensions", lambda area, ratio: (WIDTH, HEIGHT))
     monkeypatch.setattr(
@@ -1042,6 +1043,11 @@ def wan22_ti2v_from_image() -> TinyCase:
 
 def skyreels_v2() -> TinyCase:
     return replace(wan("skyreels_v2"), blocks=("SkyReelsV2TransformerBlock",))
+
+
+def skyreels_v2_i2v() -> TinyCase:
+    tiny = replace(wan("skyreels_v2_i2v"), blocks=("SkyReelsV2TransformerBlock",))
+    return _add_frame_images(tiny, "image")
 
 
 def ltx_video(name: str = "ltx_video") -> TinyCase:
@@ -1600,8 +1606,8 @@ def _negate(pipe: Any, text: str) -> dict[str, Any]:
     return {"negative_prompt": text}
 
 
-def hunyuan_video_i2v_33ch() -> TinyCase:
-    tiny = hunyuan_video_i2v("hunyuan_video_i2v_33ch")
+def hunyuan_video_33ch_i2v() -> TinyCase:
+    tiny = hunyuan_video_i2v("hunyuan_video_33ch_i2v")
     blocks = ("HunyuanVideoTransformerBlock", "HunyuanVideoSingleTransformerBlock")
     return replace(
         tiny, dropped_frames=4, blocks=blocks, pack_prediction=lambda prediction: prediction, build_negative=_negate
@@ -1787,6 +1793,7 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "wan22_ti2v": wan22_ti2v,
     "wan22_ti2v_from_image": wan22_ti2v_from_image,
     "skyreels_v2": skyreels_v2,
+    "skyreels_v2_i2v": skyreels_v2_i2v,
     "hunyuan_video15": hunyuan_video15,
     "hunyuan_video15_i2v": hunyuan_video15_i2v,
     "ltx_video": ltx_video,
@@ -1797,7 +1804,7 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "ltx2_from_image": ltx2_from_image,
     "hunyuan_video": hunyuan_video,
     "hunyuan_video_i2v": hunyuan_video_i2v,
-    "hunyuan_video_i2v_33ch": hunyuan_video_i2v_33ch,
+    "hunyuan_video_33ch_i2v": hunyuan_video_33ch_i2v,
     "cogvideox": cogvideox,
     "cogvideox_2b": cogvideox_2b,
     "cogvideox15": cogvideox15,

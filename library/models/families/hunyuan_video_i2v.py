@@ -15,8 +15,8 @@ from ..base import BaseModelInfo, ControlTextFamily
 from ..facts import ControlFacts, FamilyMatch, TrainerNames
 from ..model_configs import ConfigReader, read_required
 from ..shared_facts import CLIP_L_TOKENIZER, match_flow_model
-from .hunyuan_video import MAX_TOKENS, HunyuanVideo
 from .hunyuan_video import FACTS as TEXT_FACTS
+from .hunyuan_video import MAX_TOKENS, HunyuanVideo
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -35,6 +35,7 @@ END_TOKENS = 4
 
 NUM_LEAD_FRAMES = 4
 """The frames that the pipeline with 33 channels samples before those that it returns."""
+
 
 def _match_i2v(read: ConfigReader, kind: str, reason: str) -> FamilyMatch | None:
     config = read_required(read, "transformer/config.json")
@@ -69,7 +70,11 @@ FACTS = replace(
         unsupported_file_names={"t2v": "HunyuanVideo T2V, whose weights have the same names; leave out --family"},
         trainer_names=TrainerNames(),
     ),
-    lora=replace(TEXT_FACTS.lora, modelspec_architecture="hunyuan-video-i2v"),
+    lora=replace(
+        TEXT_FACTS.lora,
+        modelspec_architecture="hunyuan-video-i2v",
+        modelspec_implementation="https://github.com/Tencent-Hunyuan/HunyuanVideo-I2V",
+    ),
     blocks=replace(
         TEXT_FACTS.blocks,
         unsupported_strategies={"cp": "its blocks tell the tokens of the first frame from the others by their number"},
@@ -94,7 +99,7 @@ CONCAT_FACTS = replace(
     title="HunyuanVideo I2V 33ch",
     pipeline=replace(
         FACTS.pipeline,
-        num_parameters=12_801_990_720,
+        num_parameters=12_810_991_680,
         hub_id="hunyuanvideo-community/HunyuanVideo-I2V-33ch",
         frames=TEXT_FACTS.pipeline.frames,
     ),
@@ -226,7 +231,7 @@ class HunyuanVideoI2V33Channels(HunyuanVideoI2V):
         return _build_pipeline_class()
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
-        return BaseModelInfo("hunyuan_video_i2v_33ch", "hunyuan-video-i2v-33ch")
+        return BaseModelInfo("hunyuan_video_33ch_i2v", "hunyuan-video-i2v-33ch")
 
     def add_first_frame(self, latents: Tensor, first: Tensor) -> Tensor:
         """Append the given frame, with zeros in place of all others, and a mask of ones for it."""
