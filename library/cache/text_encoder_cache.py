@@ -18,6 +18,7 @@ from ..dataloader.images import BadSample, load_control_pixels, load_first_pixel
 from ..dataloader.prepare import PreparedData
 from ..dataloader.run_plan import RunPlan
 from ..dataloader.sample_prompts import Prompt
+from ..dataset.image_decoding import Pixels
 from ..distributed.devices import MIXED_PRECISION_DTYPES
 from ..errors import UserError
 from ..models.detect import get_config_reader
@@ -96,11 +97,11 @@ class CaptionEncoder:
         augmenter, index = self.augmenter, source.sample_index
         crop = get_cached_crop(augmenter, index, is_flipped=source.is_flipped)
         sample, assignment = augmenter.manifest.samples[index], augmenter.assignments[index]
-        loaded = (
-            load_first_pixels(sample, assignment, crop)
-            if kind == "first frame"
-            else load_control_pixels(sample, assignment, augmenter.get_dataset(index), crop)
-        )
+        loaded: tuple[Pixels, ...] | BadSample
+        if kind == "first frame":
+            loaded = load_first_pixels(sample, assignment, crop)
+        else:
+            loaded = load_control_pixels(sample, assignment, augmenter.get_dataset(index), crop)
         if isinstance(loaded, BadSample):
             raise UserError(report_file(loaded.name, loaded.problem))
         return list(map(fromarray, loaded))

@@ -425,10 +425,11 @@ class MetaRun:
 
     def _set_checkpoint_function(self) -> None:
         self._runner.checkpoint_function = None
-        for model in list_experts(self.denoiser):
-            if getattr(model, "gradient_checkpointing", False):  # UNets checkpoint inside of their blocks
-                model.gradient_checkpointing = False  # type: ignore[assignment]
-                self._runner.checkpoint_function = model._gradient_checkpointing_func  # type: ignore[assignment]
+        experts: list[Any] = [*list_experts(self.denoiser)]
+        for expert in experts:
+            if getattr(expert, "gradient_checkpointing", False):  # UNets checkpoint inside of their blocks
+                expert.gradient_checkpointing = False
+                self._runner.checkpoint_function = expert._gradient_checkpointing_func
 
     def _enter_block(self, index: int, form: Signature, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if index == 0:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ...dataset.clip_windows import FrameRule
 from ...registry import copy_class_name
 from ..base import BaseModelInfo, ControlTextFamily
 from ..facts import ControlFacts, FamilyMatch, TrainerNames
@@ -61,7 +62,7 @@ FACTS = replace(
         TEXT_FACTS.pipeline,
         class_name="HunyuanVideoImageToVideoPipeline",
         hub_id="hunyuanvideo-community/HunyuanVideo-I2V",
-        frames=replace(TEXT_FACTS.pipeline.frames, least=5),  # type: ignore[type-var]
+        frames=FrameRule(stride=4, fps=24.0, least=5),
     ),
     detection=replace(
         TEXT_FACTS.detection,
@@ -260,7 +261,7 @@ def _encode(pipe: Any, prompts: Sequence[str], images: Sequence[Image], interlea
     """Encode texts one by one with their images, as the pipeline does, without the padding that it masks."""
     from .. import text_encoding
 
-    template, rows = _get_template(), []
+    template, rows = _get_template(), list[Any]()
     pipe.tokenizer.padding_side = "right"
     for prompt, image in zip(prompts, images, strict=True):
         text = template["template"].format(prompt)
