@@ -231,6 +231,7 @@ SPLIT = [
     ("wan", "--tp_size 2"),
     ("wan_i2v", "--cp_size 2"),
     ("wan_flf2v", "--pp_size 2"),
+    ("hunyuan_video_i2v", "--pp_size 2"),
     ("ltx_video095", "--cp_size 2"),
     ("ltx_video095", "--fsdp --image_to_video"),
     ("wan22_ti2v", "--cp_size 2 --image_to_video"),
