@@ -91,7 +91,7 @@ class Objective:
                 prediction,
                 target,
                 noisy_batch.latents,
-                process.sigma(noisy_batch.timesteps),
+                process.get_velocity_divisor(noisy_batch.timesteps),
                 name=self.noise_config.model_prediction_type,
                 velocity_sign=process.velocity_sign,
             )

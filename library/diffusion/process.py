@@ -130,6 +130,10 @@ class FlowMatchingProcess:
     prediction_type: str = "flow"
     velocity_sign: int = 1
     """-1 where the model itself predicts ``x_0 - e``, which its family turns round."""
+    noise_scale: float = 1.0
+    """The standard deviation of the noise ``e``."""
+    min_sigma: float = 0.0
+    """Below this noise level the velocity is ``(x_s - x_0) / min_sigma``, where the model itself predicts ``x_0``."""
 
     @property
     def num_timesteps(self) -> int:
@@ -144,16 +148,28 @@ class FlowMatchingProcess:
         """Noise level 0..1, in float32 at least."""
         return timesteps.float() / NUM_TRAIN_TIMESTEPS
 
-    def add_noise(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> tuple[Tensor, Tensor]:
+    def get_velocity_divisor(self, timesteps: Tensor) -> Tensor:
+        """Return what the difference of noisy and clean latents is divided by: the noise level, or its lower bound."""
         s = self.sigma(timesteps)
-        return expand_like(1 - s, latents) * latents + expand_like(s, latents) * noise, noise - latents
+        return s.clamp(min=self.min_sigma) if self.min_sigma else s
+
+    def add_noise(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> tuple[Tensor, Tensor]:
+        s, noise = self.sigma(timesteps), self.scale_noise(noise)
+        target = noise - latents
+        if self.min_sigma:
+            target = expand_like(s / self.get_velocity_divisor(timesteps), latents) * target
+        return expand_like(1 - s, latents) * latents + expand_like(s, latents) * noise, target
+
+    def scale_noise(self, noise: Tensor) -> Tensor:
+        """Scale drawn noise of deviation 1 to that of the model."""
+        return noise if self.noise_scale == 1 else self.noise_scale * noise
 
     def predict_clean_latents(self, noisy_latents: Tensor, prediction: Tensor, timesteps: Tensor) -> Tensor:
-        return noisy_latents - expand_like(self.sigma(timesteps), noisy_latents) * prediction
+        return noisy_latents - expand_like(self.get_velocity_divisor(timesteps), noisy_latents) * prediction
 
     def snr(self, timesteps: Tensor) -> Tensor:
         s = self.sigma(timesteps)
-        return ((1 - s) / s) ** 2
+        return ((1 - s) / (s * self.noise_scale)) ** 2
 
     def count_tokens(self, latents_shape: Size) -> int:
         """Number of patches of latents of this shape (B, C, ..., H, W)."""

@@ -53,6 +53,8 @@ class PipelineFacts:
     """
     experts: NoiseExperts | None = None
     """The experts for high and low noise, where the model has two denoisers."""
+    has_vae: bool = True
+    """Whether there is a VAE; without one, the latents of the model are the pixels."""
     kind: Literal["image", "edit", "video"] = "image"
     """The kind of output: images from text, edited images, or videos."""
     frames: FrameRule | None = None
@@ -391,4 +393,4 @@ class FamilyFacts:
     @property
     def image_encoders(self) -> tuple[str, ...]:
         """The components that encode images and clips; without them training has to have cached latents."""
-        return ("vae", *self.pipeline.frame_encoders)
+        return (*(("vae",) if self.pipeline.has_vae else ()), *self.pipeline.frame_encoders)

@@ -19,6 +19,7 @@ from ..config.network_args import (
 from ..config.options import flatten_config, iter_options
 from ..config.schema import AdapterConfig, ModelConfig
 from ..config.schema_data import CacheConfig, DataConfig
+from ..config.schema_distributed import ParallelConfig
 from ..config.schema_objective import NoiseConfig
 from ..config.types import is_prompt_text
 from ..config.unused_options import (
@@ -84,6 +85,8 @@ def validate_model_options(config: RunConfig, locations: Mapping[str, Place]) ->
                 facts.text.t5_encoder,
             ),
             *validate_attention_mode(config.distributed.attn_mode, detected),
+            *validate_splits(config.parallel, facts),
+            *_validate_step_recording(config, facts),
         ]
         yield from locate_problems(conflicts, locations)
         yield from _validate_datasets(config.data, config.cache, detected)
@@ -222,6 +225,27 @@ def validate_attention_mode(mode: str, model: DetectedModel) -> Iterator[Problem
         modes = ", ".join(("sdpa", *facts.blocks.attention_modes))
         text = f"{mode} is not supported for {facts.title}, only {modes}"
         yield Problem("attn_mode", text, "sdpa chooses the fastest kernel itself")
+
+
+def validate_splits(parallel: ParallelConfig, facts: FamilyFacts) -> Iterator[Problem]:
+    """Check that the denoiser is of a kind that ``--pp_size``, ``--tp_size`` and ``--cp_size`` can split."""
+    for name, size in parallel.model_parallel_sizes.items():
+        kind = name.removesuffix("_size")
+        reason, fix = facts.blocks.unsupported_strategies.get(kind), "use --fsdp"
+        if kind == "cp" and not reason and not facts.blocks.lists:
+            reason = f"{facts.title} has convolutions, which cannot be split by tokens"
+            fix = f"use --tp_size {size}, or --fsdp"
+        if size > 1 and reason:
+            yield Problem(name, reason, fix, value=str(size))
+
+
+def _validate_step_recording(config: RunConfig, facts: FamilyFacts) -> Iterator[Problem]:
+    """Check that the denoiser can be compiled and captured, as the options ask; the launcher may ask for it as well."""
+    asked = {"torch_compile": ("compile", config.distributed.torch_compile)}
+    asked["cuda_graphs"] = ("cuda_graphs", config.distributed.cuda_graphs)
+    for option, (name, is_asked) in asked.items():
+        if is_asked and (reason := facts.blocks.unsupported_strategies.get(name)):
+            yield Problem(option, reason, "remove it")
 
 
 def validate_prompts(prompts: Sequence[Prompt], model: DetectedModel) -> Iterator[Problem]:

@@ -27,6 +27,7 @@ from ..models.training_adapter import bypass_training_adapter
 from ..optim.optimizers import use_eval_weights
 from ..randomness import Purpose, derive_seed
 from .state import TrainingRun, is_interval_reached
+from .task import DiffusionTask
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -46,6 +47,15 @@ def move_temporarily(module: nn.Module, device: torch.device) -> Iterator[None]:
         yield
     finally:
         module.to(original_device)
+
+
+@contextmanager
+def move_image_encoders(task: DiffusionTask) -> Iterator[None]:
+    """Move what encodes and decodes images to the device of training inside the block."""
+    with ExitStack() as moved:
+        for name in task.family.facts.image_encoders:
+            moved.enter_context(move_temporarily(getattr(task.pipe, name), task.to_device.device))
+        yield
 
 
 class Preview:
@@ -120,10 +130,7 @@ class Preview:
             generator = torch.Generator().manual_seed(seed)
             sampler = prompt.sampler or self.config.sample_sampler
             model = run.strategy.unwrap_model(run.model)
-            with ExitStack() as moved:
-                for name in task.family.facts.image_encoders:
-                    moved.enter_context(move_temporarily(getattr(task.pipe, name), task.to_device.device))
-                moved.enter_context(scale_adapters(model, prompt.network_multiplier))
+            with move_image_encoders(task), scale_adapters(model, prompt.network_multiplier):
                 return task.family.generate_clip(
                     task.pipe, prompt, cond, negative_cond=negative, generator=generator, sampler=sampler
                 ), seed

@@ -34,7 +34,7 @@ from ..models.detect import DetectedModel
 from ..models.sampling import use_eval_mode
 from ..models.training_adapter import bypass_training_adapter
 from ..optim.optimizers import use_eval_weights
-from .preview import ALL_RANKS_TIMEOUT_SECONDS, move_temporarily
+from .preview import ALL_RANKS_TIMEOUT_SECONDS, move_image_encoders
 from .state import TrainingRun, is_interval_reached
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ class RunEvaluation:
     def _generate_for_rank(self, run: TrainingRun) -> "Iterator[tuple[int, Image]]":
         """Generate the pictures of this rank, or all of them where the forward pass is collective."""
         task, strategy, texts = run.task, run.strategy, dict[str, tuple[Cond, Cond]]()
-        with strategy.accelerator.autocast(), move_temporarily(task.pipe.vae, task.to_device.device):
+        with strategy.accelerator.autocast(), move_image_encoders(task):
             for index, picture in enumerate(self.pictures):
                 is_mine = index % strategy.comm.world_size == strategy.comm.rank
                 if not (is_mine or strategy.has_collective_forward):

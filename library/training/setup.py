@@ -129,7 +129,7 @@ def load_training_pipeline(
         pipe = family.load(detected, loaded_dtype, names, pipe=pipe, device=device, keeps_stored=keeps_stored)
         for name in [each for each in names if each in family.facts.pipeline.denoisers] if keeps_stored else ():
             keep_stored_layers(getattr(pipe, name), config.model.quantize_base, strategy.device)
-    if "vae" not in needed and prompts:
+    if family.facts.pipeline.has_vae and "vae" not in needed and prompts:
         pipe = family.load(detected, dtype, family.facts.image_encoders, pipe=pipe)
     for name in family.facts.components:
         module = getattr(pipe, name)

@@ -22,6 +22,7 @@ from ..dataset.slider_prompts import SliderPrompt
 from ..diffusion.noise import apply_noise_options, copy_async
 from ..diffusion.objective import NoisyBatch
 from ..diffusion.partial_denoising import denoise, list_timesteps
+from ..diffusion.process import FlowMatchingProcess
 from ..distributed.step_phases import record_phase
 from ..models.base import Family
 from ..models.detect import DetectedModel
@@ -130,7 +131,9 @@ class SliderTask(DiffusionTask):
 
         if self.dropout is not None:
             self.dropout.sample_keys = None  # only what is trained drops out
-        return denoise(process, self._draw_noise(batch, step), timesteps, predict)
+        noise = self._draw_noise(batch, step)
+        noise = process.scale_noise(noise) if isinstance(process, FlowMatchingProcess) else noise
+        return denoise(process, noise, timesteps, predict)
 
     def _predict_target(self, prompt: SliderPrompt, noised: NoisyBatch, batch: Batch) -> Tensor:
         """Predict with the frozen model for the texts of the prompt, and combine its predictions."""

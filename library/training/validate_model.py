@@ -24,7 +24,7 @@ from ..models.base import Family
 from ..models.detect import DetectedModel, build_control_limits
 from ..models.loading import load_components_on_meta
 from ..models.trained_components import select_trained_text_encoders
-from ..models.validate_options import validate_attention_mode
+from ..models.validate_options import validate_attention_mode, validate_splits
 from ..optim.optimizers import resolve_optimizer
 from ..parallel.cuda_graphs import find_graph_obstacle
 from ..parallel.frozen_base import find_innermost_blocks
@@ -71,11 +71,9 @@ def validate_model_parallel(
     """Check that the denoiser can be split as ``--pp_size``, ``--tp_size``, ``--cp_size`` or ``--device_map`` ask."""
     if parallel.model_parallel_size == 1 and parallel.device_map is None:
         return
-    for name, size in parallel.model_parallel_sizes.items():
-        reason = family.facts.blocks.unsupported_strategies.get(name.removesuffix("_size"))
-        if size > 1 and reason:
-            yield Problem(name, reason, "use --fsdp", value=str(size))
-            return
+    if problems := list(validate_splits(parallel, family.facts)):
+        yield from problems
+        return
     denoiser = load_denoiser()
     if parallel.device_map is not None:
         yield from validate_device_map(denoiser, parallel.device_map)
@@ -86,15 +84,6 @@ def validate_model_parallel(
                 "use another optimizer, or --pp_size",
             )
     yield from _validate_pipeline(parallel, family, denoiser)
-    if parallel.cp_size > 1 and not family.facts.blocks.lists:
-        size = parallel.cp_size
-        yield Problem(
-            "cp_size",
-            f"{family.facts.title} has convolutions, which cannot be split by tokens",
-            f"use --tp_size {size}, or --fsdp",
-            value=str(size),
-        )
-        return
     yield from _validate_attention_heads(parallel, denoiser)
 
 

@@ -34,6 +34,7 @@ NOT_IN_COMFYUI = {
     "flux3",
     "qwen_image21",
     "prx",
+    "prx_pixel",
     "nucleus_image",
 }
 

@@ -172,6 +172,8 @@ COUNTS = {
     ("nucleus_image", "text_encoder"): 8_767_123_696,
     ("prx", "transformer"): 1_170_691_648,
     ("prx", "text_encoder"): 2_614_341_888,
+    ("prx_pixel", "transformer"): 7_003_535_872,
+    ("prx_pixel", "text_encoder"): 1_720_574_976,
     ("prx_dc_ae", "transformer"): 1_170_576_928,
     ("prx_dc_ae", "vae"): 312_250_275,
     ("hidream", "transformer"): 17_105_733_184,

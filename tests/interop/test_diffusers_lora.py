@@ -90,6 +90,7 @@ def test_diffusers_loads_every_key_of_the_file_of_a_run(name, tmp_path):
     "name, layers",
     [
         ("pixart_sigma", ["to_q", "to_k", "to_v", "to_out.0"]),
+        ("prx_pixel", ["img_qkv_proj", "txt_kv_proj", "to_out.0", "gate_proj", "up_proj", "down_proj"]),
         ("prx", ["img_qkv_proj", "txt_kv_proj", "to_out.0", "gate_proj", "up_proj", "down_proj"]),
     ],
 )

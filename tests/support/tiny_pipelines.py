@@ -23,7 +23,7 @@ from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video, pipeline_h
 from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
 from diffusers.pipelines.ltx import pipeline_ltx_condition
 from diffusers.pipelines.ltx2 import pipeline_ltx2_image2video
-from diffusers.pipelines.prx import pipeline_prx
+from diffusers.pipelines.prx import pipeline_prx, pipeline_prx_pixel
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from diffusers.pipelines.skyreels_v2 import pipeline_skyreels_v2, pipeline_skyreels_v2_i2v
 from diffusers.pipelines.stable_diffusion import pipeline_stable_diffusion_inpaint
@@ -508,7 +508,7 @@ def shrink_references(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     for module in INPAINTING_PIPELINES:  # which draw a sample of the latents that the mask leaves
         monkeypatch.setattr(module, "retrieve_latents", lambda encoded, **_: encoded.latent_dist.mode())
-    others = pipeline_wan_vace, pipeline_skyreels_v2, pipeline_skyreels_v2_i2v, pipeline_prx
+    others = pipeline_wan_vace, pipeline_skyreels_v2, pipeline_skyreels_v2_i2v, pipeline_prx, pipeline_prx_pixel
     for module in (pipeline_wan, pipeline_wan_i2v, *others):
         monkeypatch.setattr(module, "ftfy", SimpleNamespace(fix_text=lambda text: text), raising=False)
     monkeypatch.setattr(pipeline_longcat_image_edit, "calculate_dimensions", lambda area, ratio: (WIDTH, HEIGHT))
@@ -1381,6 +1381,18 @@ def prx() -> TinyCase:
     )
 
 
+def prx_pixel() -> TinyCase:
+    tiny, (texts, pixels) = prx(), _draw_tensors((13, 24), (3, HEIGHT, WIDTH))
+    return replace(
+        tiny,
+        family="prx_pixel",
+        pipe=_load("random:prx_pixel:tiny"),
+        batch=build_batch(pixels, {"embeds": [texts[0], texts[1, :7]]}),
+        encode=lambda pipe, pixels, generators: pixels,
+        source="random:prx_pixel:tiny",
+    )
+
+
 def nucleus_image() -> TinyCase:
     tiny, (texts, latents) = qwen_image(), _draw_tensors((13, 16), (4, HEIGHT // 8, WIDTH // 8))
     mask = tiny.call["prompt_embeds_mask"]
@@ -1820,6 +1832,7 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "pixart_sigma": pixart_sigma,
     "pixart_sigma_velocity": pixart_sigma_velocity,
     "prx": prx,
+    "prx_pixel": prx_pixel,
     "nucleus_image": nucleus_image,
     "ideogram4": ideogram4,
 }

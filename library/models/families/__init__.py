@@ -57,6 +57,7 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "kandinsky5_image": ".kandinsky5_image:Kandinsky5Image",
         "pixart_sigma": ".pixart_sigma:PixArtSigma",
         "prx": ".prx:PRX",
+        "prx_pixel": ".prx_pixel:PRXPixel",
         "nucleus_image": ".nucleus_image:NucleusImage",
         "ideogram4": ".ideogram4:Ideogram4",
         "anima": ".anima:Anima",

@@ -36,7 +36,7 @@ TEXT_BESIDE_IMAGE = "the keys of PRX are those of the text and of the whole imag
 def _match_prx(read: ConfigReader) -> FamilyMatch:
     config = read_required(read, "transformer/config.json")
     if config.get("bottleneck_size") or config.get("resolution_embeds"):
-        raise ModelError("its transformer is that of PRXPixel, which is not supported; use PRX")
+        raise ModelError("its transformer is that of PRXPixel, whose pipeline is PRXPixelPipeline")
     reason = f"the transformer has {config.get('depth')} blocks"
     return match_flow_model(read, 1, reason, int(config.get("patch_size", 2)))
 

@@ -48,6 +48,7 @@ FAMILY_SENTENCES: Mapping[str, str] = {
     "cogview4": "Follows texts in English and Chinese.",
     "pixart_sigma": "Very small; one of the lightest to train.",
     "prx": "Small, and quick to train; made for pictures of 512 pixels.",
+    "prx_pixel": "Without a compressed form: it makes the pixels themselves, at 1024; large, for cards from 16 GB.",
     "nucleus_image": "Large, but quick for its size: a picture uses 2 of its 17 billion weights.",
     "wan": "Short videos; trained on pictures it learns what things look like.",
     "wan_vace": "Videos that follow another one: poses, depth, lines, or a part of it that is painted anew.",

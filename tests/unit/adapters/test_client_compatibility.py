@@ -64,7 +64,7 @@ def test_the_default_file_is_right_in_diffusers_or_the_run_says_what_is_lost(nam
         families += ("mochi", "wan_vace", "hunyuan_video_i2v", "hunyuan_video_33ch_i2v")
         lost = dict.fromkeys(families, "loads nothing of this layout")
         peft_alone = "does not load LoRA of this transformer, which peft does"
-        lost |= dict.fromkeys(("pixart_sigma", "prx"), peft_alone)
+        lost |= dict.fromkeys(("pixart_sigma", "prx", "prx_pixel"), peft_alone)
         assert file.client_losses == ({"diffusers": lost[name]} if name in lost else {})
     if kind == "LoRA, T5":
         assert len(wrong) == 1, "all but T5 works"

@@ -161,3 +161,15 @@ def test_the_shift_is_read_from_the_scheduler_config():
 def test_the_number_of_tokens_is_that_of_the_latent_patches():
     assert FlowMatchingProcess().count_tokens(torch.Size((7, 16, 128, 96))) == 64 * 48
     assert FlowMatchingProcess(patch_size=1).count_tokens(torch.Size((7, 16, 3, 12, 10))) == 3 * 12 * 10
+
+
+def test_a_model_of_clean_pixels_has_noise_of_its_deviation_and_a_bound_of_its_velocity():
+    process = FlowMatchingProcess(noise_scale=2.0, min_sigma=0.05)
+    generator = torch.Generator().manual_seed(4)
+    clean, noise = (torch.randn(2, 3, 4, 4, generator=generator) for _ in range(2))
+    timesteps, sigmas = torch.tensor([600.0, 20.0]), torch.tensor([0.6, 0.02]).view(2, 1, 1, 1)
+    noisy, target = process.add_noise(clean, noise, timesteps)
+    torch.testing.assert_close(noisy, (1 - sigmas) * clean + 2 * sigmas * noise)
+    torch.testing.assert_close(target, (noisy - clean) / sigmas.clamp(min=0.05))
+    torch.testing.assert_close(process.predict_clean_latents(noisy, target, timesteps), clean)
+    torch.testing.assert_close(process.snr(timesteps), ((1 - sigmas) / (2 * sigmas)).flatten() ** 2)

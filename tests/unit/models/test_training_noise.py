@@ -35,7 +35,7 @@ def test_the_noise_levels_that_a_plan_knows_are_those_of_the_loaded_model(name):
     """The plan reads JSON files only; training asks the loaded pipeline."""
     model = detect_model(f"random:{name}:tiny")
     family = FAMILIES.get(model.family)()
-    pipe = family.load(model, torch.float32, ("vae",))
+    pipe = family.load(model, torch.float32, family.facts.image_encoders)
     objective = build_objective(NoiseConfig(), LossConfig(), family, pipe)
     facts = family.facts.training_noise
     planned = facts.build_distribution(NoiseConfig(), get_config_reader(model))

@@ -367,6 +367,10 @@ def test_sizes_and_speeds_of_devices_are_read_and_belong_together(dataset):
     ("words", "problem"),
     [
         (
+            ("--cp_size", "2"),
+            "--cp_size 2: Stable Diffusion 1 has convolutions, which cannot be split by tokens; use --tp_size 2",
+        ),
+        (
             ("--world_size", "3", "--pp_size", "2"),
             "--pp_size 2: the world size 3 is not a multiple of 2; start 4",
         ),
@@ -376,7 +380,7 @@ def test_sizes_and_speeds_of_devices_are_read_and_belong_together(dataset):
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            *(("--gpu_memory", "24GB", "--cp_size", "2"), "--cp_size 2: the world size 1 is not a multiple of 2"),
+            *(("--gpu_memory", "24GB", "--tp_size", "2"), "--tp_size 2: the world size 1 is not a multiple of 2"),
             marks=pytest.mark.slow,
         ),
         pytest.param(

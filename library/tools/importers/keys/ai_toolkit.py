@@ -28,6 +28,7 @@ MORE_LAYERS: Mapping[str, str] = {
     "cogview4": "the feed-forward and modulation layers",
     "z_image": "adaLN_modulation.0",
     "ideogram4": "adaln_modulation",
+    "prx_pixel": "modulation.lin",
     "pixart_sigma": "the feed-forward layers, and those outside of the blocks",
     "nucleus_image": "encoder_proj and img_mod.1",
     "hidream": "the feed-forward, expert and modulation layers, and those outside of the blocks",
@@ -37,7 +38,7 @@ PROCESS_TYPES = ("sd_trainer", "diffusion_trainer", "ui_trainer")
 BUCKET_STEPS: Mapping[str, int] = {
     **{"sd1": 16, "sd2": 16, "sdxl": 16, "z_image": 16, "aura_flow": 16, "lumina2": 16, "krea2": 16},
     **{"flux_kontext": 16, "flux2_dev": 16, "flux2_klein": 16, "cogview4": 8, "pixart_sigma": 16, "hidream": 16},
-    "ideogram4": 16,
+    **{"ideogram4": 16, "prx_pixel": 16},
 }
 """The multiple of bucket sides that ai-toolkit uses for each family; it is 32 for the others."""
 
