@@ -144,6 +144,8 @@ def _validate_attention_heads(parallel: ParallelConfig, denoiser: Any) -> Iterat
     """Tensor and context parallelism split the attention heads, whose number they must divide."""
     sizes = {name: size for name, size in parallel.model_parallel_sizes.items() if name != "pp_size"}
     sizes = {name: size for name, size in sizes.items() if size > 1}
+    if not sizes:
+        return
     total = math.prod(sizes.values())
     names = [name.rpartition(".")[0] for name in build_tensor_parallel_plan(denoiser) if name.endswith(".to_q")]
     heads = {count for name in names for count in _list_head_counts(denoiser.get_submodule(name))}

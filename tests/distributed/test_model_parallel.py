@@ -274,6 +274,7 @@ def test_parallel_dims_divide_the_world_size():
         ),
         ("z_image", ("--cp_size", "3"), "--cp_size 3: 2 attention heads are not divisible; use 2"),
         ("sd3", ("--pp_size", "3"), "has 2 blocks, too few for 3 devices; use 2"),
+        ("mochi", ("--pp_size", "9"), "blocks, too few for 9 devices"),  # whose pooling has no count of heads
         ("flux", ("--pp_size", "4", "--pp_schedule", "interleaved"), "with 2 stages each; use 2"),
         ("flux", ("--tp_size", "3"), "--tp_size 3: 2 attention heads are not divisible; use 2"),
     ],
