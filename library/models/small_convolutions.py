@@ -90,6 +90,6 @@ def multiply_small_convolutions(model: nn.Module) -> int:
             continue
         is_padded_by_zeros = module.padding_mode == "zeros" and not isinstance(module.padding, str)
         if is_padded_by_zeros and module.kernel_size != (1, 1) and module.weight.numel() >= MIN_WEIGHTS:
-            module.forward = SmallConvolution(module)  # type: ignore[method-assign]
+            module.forward = SmallConvolution(module)  # type: ignore[assignment,method-assign]
             count += 1
     return count

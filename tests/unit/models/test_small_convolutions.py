@@ -60,7 +60,12 @@ def test_other_convolutions_are_those_of_torch():
     expected = compute(plain.requires_grad_(True), build_states(4, 4))
     assert torch.equal(gradient, expected[1]) and torch.equal(products[0].weight.grad, plain.weight.grad)
     with torch.device("meta"):
-        others = [nn.Conv2d(*CHANNELS, 3, dilation=2), nn.Conv2d(512, 512, 1), nn.Conv2d(16, 16, 3), nn.Conv1d(64, 64, 9)]
+        others = [
+            nn.Conv2d(*CHANNELS, 3, dilation=2),
+            nn.Conv2d(512, 512, 1),
+            nn.Conv2d(16, 16, 3),
+            nn.Conv1d(64, 64, 9),
+        ]
         assert multiply_small_convolutions(nn.ModuleList(others)) == 0
 
 
