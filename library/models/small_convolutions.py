@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ..distributed.devices import HOST
+
 MIN_WEIGHTS = 2**23
 """Elements; below, oneDNN's copy fits in the caches of a CPU and costs little."""
 MAX_POSITIONS = 256
@@ -70,7 +72,7 @@ class SmallConvolution:
         return output
 
     def _is_supported(self, states: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-        if states.device.type != "cpu" or states.ndim != 4 or torch.is_autocast_enabled("cpu"):
+        if states.device.type != HOST.type or states.ndim != 4 or torch.is_autocast_enabled(HOST.type):
             return False
         tensors = [states, weight, *([] if bias is None else [bias])]
         if any(type(each) not in (Tensor, nn.Parameter) or each.dtype != torch.float32 for each in tensors):

@@ -49,10 +49,11 @@ class EncodedCaptions:
         self.max_bytes, self._num_bytes = max_bytes, 0
         self._kept: dict[tuple[str, bool], Cond] = {}
 
-    def encode(self, captions: Sequence[str], encode: Callable[[list[str]], Cond]) -> list[Cond]:
-        """Return the outputs for each caption, by ``encode`` if they are not kept; nobody else has their tensors."""
-        device_type = getattr(torch.accelerator.current_accelerator(), "type", "cpu")
-        is_autocast = torch.is_autocast_enabled(device_type)
+    def encode(self, captions: Sequence[str], encode: Callable[[list[str]], Cond], *, is_autocast: bool) -> list[Cond]:
+        """Return the outputs for each caption, by ``encode`` if they are not kept; nobody else has their tensors.
+
+        ``is_autocast``: whether ``encode`` runs under autocast, which rounds otherwise.
+        """
         conds = []
         for caption in captions:
             cond = self._kept.get((caption, is_autocast))

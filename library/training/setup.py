@@ -348,7 +348,7 @@ def _compile_or_fuse(
     compilation = strategy.compile(list(trained.children()), trained.denoiser, distributed.compile_dynamic)
     if compilation is None:
         fuse_layers(trained, distributed, train, strategy.mixed_precision)
-        if strategy.device.type == "cpu" and strategy.mixed_precision == "no":
+        if strategy.device.type == HOST.type and strategy.mixed_precision == "no":
             multiply_small_convolutions(trained.denoiser)
     else:
         _configure_compile_cache(distributed.compile_cache_dir, cache, prepared)

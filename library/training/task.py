@@ -407,9 +407,9 @@ class DiffusionTask:
         # Trained text encoders keep their graph for the whole batch anyway.
         size = len(captions) if self.trains_text_encoders else self.text_encoder_batch_size
         if size == 1 and not self.trains_text_encoders and not isinstance(self.family, ControlTextFamily):
-            return concatenate_cond(
-                self.encoded_captions.encode(captions, partial(self.family.encode_prompts, self.pipe))
-            )
+            encode_text = partial(self.family.encode_prompts, self.pipe)
+            is_autocast = torch.is_autocast_enabled(self.to_device.device.type)
+            return concatenate_cond(self.encoded_captions.encode(captions, encode_text, is_autocast=is_autocast))
         parts = [slice(first, first + size) for first in range(0, len(captions), size)]
         if isinstance(self.family, ControlTextFamily):
             encode = self.family.encode_prompts_with_controls
