@@ -24,7 +24,7 @@ from .weighted_captions import build_token_weights, tokenize_weighted
 CHUNK_LENGTH = 75
 """Tokens of a caption per CLIP pass, without the start and end token."""
 MAX_ENCODED_BYTES = 2**26
-"""Memory of the device for captions that are kept encoded: 280 of Stable Diffusion 1 in float32, 210 of SDXL in bf16."""
+"""Memory of the device for captions that are kept encoded: 280 of SD 1 in float32, 210 of SDXL in bf16."""
 
 
 def encode_text_on_meta(
