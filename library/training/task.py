@@ -24,7 +24,7 @@ from ..diffusion.timestep_sampling import draw_timestep_buckets
 from ..distributed.step_phases import record_phase
 from ..errors import UserError
 from ..models.base import ControlTextFamily, Family, T5Family
-from ..models.text_encoding import encode_text_on_meta
+from ..models.text_encoding import EncodedCaptions, encode_text_on_meta
 from ..parallel.async_copy import CopyStream
 from ..randomness import Purpose, derive_generator, derive_rng, derive_seed
 from .preservation import OutputPreservation, PreservedOutput
@@ -109,6 +109,7 @@ class DiffusionTask:
     """The expert that all steps train, where it is not drawn."""
     pads_texts: bool = False
     """Whether texts are padded, so that fewer batches differ in shape."""
+    encoded_captions: EncodedCaptions = field(default_factory=EncodedCaptions)
     micro_batch_stats: list[MicroBatchStats] = field(default_factory=list)
     """The statistics of each micro-batch of the latest optimizer step on this rank."""
     stats_step: int = -1
@@ -411,6 +412,10 @@ class DiffusionTask:
             return self.family.encode_clip_prompts(self.pipe, captions, cached)
         # Trained text encoders keep their graph for the whole batch anyway.
         size = len(captions) if self.trains_text_encoders else self.text_encoder_batch_size
+        if size == 1 and not self.trains_text_encoders and not isinstance(self.family, ControlTextFamily):
+            encode_text = partial(self.family.encode_prompts, self.pipe)
+            is_autocast = torch.is_autocast_enabled(self.to_device.device.type)
+            return concatenate_cond(self.encoded_captions.encode(captions, encode_text, is_autocast=is_autocast))
         parts = [slice(first, first + size) for first in range(0, len(captions), size)]
         if isinstance(self.family, ControlTextFamily):
             encode = self.family.encode_prompts_with_controls
