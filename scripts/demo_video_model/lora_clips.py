@@ -1,0 +1,33 @@
+"""The clips of ``make demo-video``: loops, which the video model does not know, and the motions that it does."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from PIL import Image
+
+from library.dataset.clip_encoding import encode_mp4
+from library.randomness import derive_rng
+
+from .clips import BASE_MOTIONS, FPS, NEW_MOTION, SUBJECTS, Motion, draw_clip, load_emoji, loop
+
+TRAINED, HELD_OUT = SUBJECTS[:4], SUBJECTS[4:]
+"""The emoji of the clips, and those that only previews show."""
+LOOPS_OF_EACH = 4
+
+
+def write_lora_clips(directory: Path, seed: int) -> None:
+    """Write MP4 files and captions to ``directory/demo_video`` and ``directory/demo_video_regularisation``."""
+    for subject in TRAINED:
+        loops = [loop(derive_rng(seed, "demo_video/loops", subject, number)) for number in range(LOOPS_OF_EACH)]
+        known = [draw(derive_rng(seed, "demo_video/known", subject, name)) for name, draw in BASE_MOTIONS.items()]
+        _write(directory / "demo_video", subject, {f"{NEW_MOTION}_{n}": each for n, each in enumerate(loops)})
+        _write(directory / "demo_video_regularisation", subject, dict(zip(BASE_MOTIONS, known, strict=True)))
+
+
+def _write(folder: Path, subject: str, motions: Mapping[str, Motion]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, motion in motions.items():
+        frames = [Image.fromarray(frame) for frame in draw_clip(load_emoji(subject), motion.track)]
+        path = folder / f"{subject}_{name}.mp4"
+        path.write_bytes(encode_mp4(frames, FPS))
+        path.with_suffix(".txt").write_text(f"a {subject} {motion.words}\n", encoding="utf-8")
