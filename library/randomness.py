@@ -28,6 +28,7 @@ class Purpose:
     LORA_DROPOUT, LATENT_SAMPLE, NOISE = "dropout", "vae", "noise"
     NOISE_OFFSET, MULTIRES_NOISE, INPUT_NOISE = "noise offset", "multires noise", "input noise"
     TEXT_DROPOUT, POSITION_CROP = "text encoder dropout", "position crop"
+    CONTROL_DROPOUT = "control dropout"
 
     # Sliders: how far a step denoises and at which size, by step; the crop that SDXL is told, by step and position.
     SLIDER_STEPS, SLIDER_SIZE, SLIDER_CROP = "slider steps", "slider size", "slider crop"

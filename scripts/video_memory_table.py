@@ -59,7 +59,8 @@ def build_search(source: str) -> tuple[GridSearch, tuple[int, int, int]]:
     clip = fit_clip(model.size_multiple, rule)
     parsed = parse_config(["--pretrained_model_name_or_path", source, *SETTINGS.split()])
     finder = LayoutFinder(parsed.config, frozenset(parsed.locations), model, 1)
-    batch = LargestBatch(clip[:2], (CAPTION,), can_be_split=True, num_frames=clip[2])
+    controls = (clip[:2],) * FAMILY_FACTS[model.family].control.num_images[0]
+    batch = LargestBatch(clip[:2], (CAPTION,), control_sizes=controls, can_be_split=True, num_frames=clip[2])
     # Without FSDP and DeepSpeed: one process trains.
     return GridSearch(finder, MetaRuns(model, batch), Devices(1, 2**40), lambda layout: not layout.options), clip
 

@@ -127,29 +127,30 @@ class LatentEncoder:
                 tensors[FRAME_COND_TENSOR.format(name)] = rows[row].to(dtype).cpu()
             if mask is not None:
                 tensors[MASK_TENSOR] = self._resize_mask(mask, (value.shape[-2], value.shape[-1]))
-            for number, control in enumerate(controls):
-                latents = self._encode_control(pipe, control, image, sample.controls[number].image.key)
-                if latents is None:
-                    self.failures[index] = _report_overflow(sample.controls[number].image)
-                    break
+            encoded = self._encode_controls(pipe, controls, image, sample.key)
+            if encoded is None:
+                self.failures[index] = _report_overflow(sample.controls[0].image)
+                continue
+            for number, latents in enumerate(encoded):
                 tensors[CONTROL_TENSOR.format(number)] = latents.to(dtype).cpu()
-            else:
-                entries.append(EncodedEntry(index, tensors, sample.key))
+            entries.append(EncodedEntry(index, tensors, sample.key))
         return entries
 
-    def _encode_control(self, pipe: Any, control: Pixels, image: Pixels, name: str) -> Tensor | None:
-        """Encode one control image of a picture; None if the VAE fails."""
-        both = [torch.from_numpy(np.ascontiguousarray(move_channels_first(each)))[None] for each in (control, image)]
+    def _encode_controls(
+        self, pipe: Any, controls: Sequence[Pixels], image: Pixels, name: str
+    ) -> tuple[Tensor, ...] | None:
+        """Encode the control images of a picture; None if the VAE fails."""
+        if not controls:
+            return ()
+        every = [torch.from_numpy(np.ascontiguousarray(move_channels_first(each)))[None] for each in (image, *controls)]
 
-        def encode() -> Tensor:
-            values = [normalize_pixels(pixels.to(self.encoders.strategy.device)) for pixels in both]
-            with torch.no_grad(), torch.autocast(values[0].device.type, enabled=False):
-                return self.encoders.family.encode_control(pipe, *values)[0]
+        def encode() -> tuple[Tensor, ...]:
+            own, *others = (normalize_pixels(pixels.to(self.encoders.strategy.device)) for pixels in every)
+            with torch.no_grad(), torch.autocast(own.device.type, enabled=False):
+                return tuple(each[0] for each in self.encoders.family.encode_controls(pipe, others, own))
 
         latents = encode()
-        if bool(latents.isfinite().all()):
-            return latents
-        return self._repeat_in_float32(pipe, encode, name)
+        return latents if _are_finite(latents) else self._repeat_in_float32(pipe, encode, name)
 
     def _encode_moments(self, pipe: Any, pixels: Tensor) -> Tensor:
         values = normalize_pixels(pixels.to(self.encoders.strategy.device))
@@ -167,16 +168,23 @@ class LatentEncoder:
         return resize_mask_to_latents(on_device, latent_size)[0].cpu()
 
     def _reencode(self, pipe: Any, pixels: Tensor, name: str) -> Tensor | None:
-        return self._repeat_in_float32(pipe, lambda: self._encode_moments(pipe, pixels[None])[0], name)
+        encoded = self._repeat_in_float32(pipe, lambda: (self._encode_moments(pipe, pixels[None])[0],), name)
+        return None if encoded is None else encoded[0]
 
-    def _repeat_in_float32(self, pipe: Any, encode: Callable[[], Tensor], name: str) -> Tensor | None:
+    def _repeat_in_float32(
+        self, pipe: Any, encode: Callable[[], tuple[Tensor, ...]], name: str
+    ) -> tuple[Tensor, ...] | None:
         """Encode one image again in float32, after the VAE overflowed; None if that does not help."""
         logger.warning("%s: the VAE overflows in %s; encoding the image in float32", name, pipe.vae.dtype)
         dtype = pipe.vae.dtype
         pipe.vae.to(torch.float32)
         encoded = encode()
         pipe.vae.to(dtype)
-        return encoded if bool(encoded.isfinite().all()) else None
+        return encoded if _are_finite(encoded) else None
+
+
+def _are_finite(tensors: Sequence[Tensor]) -> bool:
+    return all(bool(each.isfinite().all()) for each in tensors)
 
 
 def cache_latents(encoders: FrozenEncoders, prepared: PreparedData) -> tuple[PreparedData, LatentReader | None]:

@@ -204,9 +204,6 @@ KOHYA_OPTIONS: dict[str, OptionVerdict] = {
     "debug_dataset": UnsupportedOption("use --dry_run, or python -m library plan --preview"),
     # training
     "full_fp16": UnsupportedOption("not supported: fp16 gradients and Adam moments underflow; use full_bf16"),
-    "offload_optimizer_nvme_path": UnsupportedOption(
-        "not supported: the optimizer state of an adapter is small; use --offload_optimizer_device cpu"
-    ),
     "fp16_master_weights_and_gradients": UnsupportedOption(
         "not supported: adapter weights and optimizer state stay in fp32"
     ),

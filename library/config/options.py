@@ -54,6 +54,10 @@ class OptionFacts:
     """Whether the form of the web page has the option; the page itself sets the others."""
     changes_text_outputs: bool = True
     """Whether cached outputs of text encoders depend on the value; only for options of the model."""
+    is_for_texts: bool = False
+    """Whether training on texts alone uses the option; of the groups of images and their caches, it uses no other."""
+    is_of_one_run: bool = False
+    """Whether the value belongs to one run: where it writes, and from which step it starts. A sweep sets it itself."""
     aliases: tuple[Alias, ...] = ()
     """The names of the option in other programs."""
     value_aliases: tuple[tuple[str, str], ...] = ()

@@ -429,6 +429,7 @@ class TrainConfig:
         minimum=1,
         needs=ALWAYS,
         is_unset_by_zero=True,
+        is_of_one_run=True,
     )
     initial_epoch: int | None = define_option(
         None,
@@ -566,6 +567,7 @@ class TrainConfig:
         needs=ALWAYS,
         changes_result=False,
         is_in_form=False,
+        is_of_one_run=True,
     )
 
 

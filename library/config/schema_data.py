@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from .option_needs import AnyOf, HasValue, IsSet, IsUnset, LacksValue
+from .option_needs import AnyOf, HasValue, IsSet, IsUnset, LacksValue, OfModel
 from .options import ALWAYS, Alias, define_option
 from .types import MAX_SIDE, FaceCropRange, MemorySize, Resolution, ResolutionSchedule
 
@@ -31,6 +31,7 @@ class DataConfig:
         is_compared_by_content=True,
         is_path=True,
         is_basic=True,
+        is_for_texts=True,
     )
     train_data_dir: str | None = define_option(
         None,
@@ -39,6 +40,7 @@ class DataConfig:
         needs=(IsUnset("dataset_config"),),
         is_compared_by_content=True,
         is_path=True,
+        is_for_texts=True,
     )
     reg_data_dir: str | None = define_option(
         None,
@@ -46,6 +48,7 @@ class DataConfig:
         needs=(IsUnset("dataset_config"),),
         is_compared_by_content=True,
         is_path=True,
+        is_for_texts=True,
     )
     in_json: str | None = define_option(
         None,
@@ -53,6 +56,7 @@ class DataConfig:
         needs=(IsUnset("dataset_config"),),
         is_compared_by_content=True,
         is_path=True,
+        is_for_texts=True,
     )
     slider_prompts: str | None = define_option(
         None,
@@ -62,6 +66,7 @@ class DataConfig:
         is_compared_by_content=True,
         is_path=True,
         aliases=(Alias("prompts_file"),),
+        is_for_texts=True,
     )
     train_batch_size: int = define_option(
         1,
@@ -302,6 +307,14 @@ class DataConfig:
         varies="caption",
         dataset_table="shared",
     )
+    conditioning_dropout_prob: float = define_option(
+        0.0,
+        "InstructPix2Pix: probability of training without the caption, without the picture that is edited, and without"
+        " both, each; so that previews can be guided by one of them",
+        minimum=0,
+        maximum=0.33,
+        needs=(OfModel(),),
+    )
     caption_dropout_every_n_epochs: int = define_option(
         0,
         "train with empty captions in every n-th epoch; 0: never",
@@ -445,6 +458,7 @@ class CacheConfig:
         needs=ALWAYS,
         changes_result=False,
         is_basic=True,
+        is_for_texts=True,
     )
     cache_text_encoder_outputs_to_disk: bool = define_option(
         False,
@@ -452,6 +466,7 @@ class CacheConfig:
         needs=ALWAYS,
         changes_result=False,
         musubi_default=True,
+        is_for_texts=True,
     )
     cache_dir: str | None = define_option(
         None,
@@ -459,6 +474,7 @@ class CacheConfig:
         needs=ALWAYS,
         changes_result=False,
         is_path=True,
+        is_for_texts=True,
     )
     cache_precision: Literal["float", "fp16", "bf16"] = define_option(
         "float",
@@ -475,6 +491,7 @@ class CacheConfig:
             ),
         ),
         changes_result=False,
+        is_for_texts=True,
     )
     vae_batch_size: int = define_option(
         1,
@@ -485,7 +502,12 @@ class CacheConfig:
         changes_result=False,
     )
     text_encoder_batch_size: int = define_option(
-        1, "batch size of the text encoders when encoding captions", minimum=1, needs=ALWAYS, changes_result=False
+        1,
+        "batch size of the text encoders when encoding captions",
+        minimum=1,
+        needs=ALWAYS,
+        changes_result=False,
+        is_for_texts=True,
     )
 
     @property

@@ -266,9 +266,23 @@ class DeepSpeedConfig:
     )
     offload_optimizer_device: str | None = define_option(
         None,
-        "deepspeed: cpu: keep optimizer state in CPU memory and run the optimizer step there; none: no offload",
+        "deepspeed: cpu: keep optimizer state in CPU memory and run the optimizer step there; nvme: the same, with "
+        "the memory in files (train full, zero_stage 3); none: no offload",
         needs=(Has(Trait.DEEPSPEED),),
         changes_result=False,
+    )
+    offload_optimizer_nvme_path: str | None = define_option(
+        None,
+        "deepspeed: folder for offload_optimizer_device nvme, on a fast local disk of each node",
+        needs=(
+            Has(Trait.DEEPSPEED),
+            AnyOf(
+                (HasValue("offload_optimizer_device", ("nvme",)), Has(Trait.LAUNCHED_DEEPSPEED)),
+                "offload_optimizer_device is not nvme",
+            ),
+        ),
+        changes_result=False,
+        is_path=True,
     )
     offload_param_device: str | None = define_option(
         None,

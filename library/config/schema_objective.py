@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .option_needs import AnyOf, Has, HasValue, IsSet, LacksValue, Trait
+from .option_needs import AnyOf, Has, HasValue, IsSet, IsUnset, LacksValue, Trait
 from .options import ALWAYS, Alias, define_option
 
 TimestepSampling = Literal[
@@ -29,6 +29,7 @@ SIGMOID_SAMPLINGS = (
 )
 """Values of ``timestep_sampling`` with ``sigmoid_scale``."""
 
+ADDS_NOISE = IsUnset("slider_prompts", "slider_prompts denoises, and adds no noise to images")
 _HAS_LOGIT = AnyOf(
     (
         HasValue("timestep_sampling", ("logsnr", "qinglong_flux")),
@@ -73,10 +74,10 @@ class NoiseConfig:
         written_at_default="kohya",
     )
     min_timestep: int | None = define_option(
-        None, "minimum timestep, of 1000; default: 0", minimum=0, maximum=999, needs=ALWAYS
+        None, "minimum timestep, of 1000; default: 0", minimum=0, maximum=999, needs=(ADDS_NOISE,)
     )
     max_timestep: int | None = define_option(
-        None, "maximum timestep (exclusive), of 1000; default: 1000", minimum=1, maximum=1000, needs=ALWAYS
+        None, "maximum timestep (exclusive), of 1000; default: 1000", minimum=1, maximum=1000, needs=(ADDS_NOISE,)
     )
     preserve_distribution_shape: bool = define_option(
         False,
@@ -85,6 +86,7 @@ class NoiseConfig:
             Has(Trait.FLOW),
             AnyOf((IsSet("min_timestep"), IsSet("max_timestep"))),
             LacksValue("timestep_sampling", ("sigma",)),
+            ADDS_NOISE,
         ),
     )
     num_timestep_buckets: int | None = define_option(
@@ -92,14 +94,14 @@ class NoiseConfig:
         "stratified timesteps: of each so many samples in a row, one is in each of as many equally likely parts of the "
         "distribution; for small datasets",
         minimum=1,
-        needs=ALWAYS,
+        needs=(ADDS_NOISE,),
         is_unset_by_zero=True,
     )
     timestep_sampling: TimestepSampling | None = define_option(
         None,
         "flow matching: distribution of timesteps (docs/models.md); default: by the model's family, or sigma with a "
         "weighting_scheme, shift with a discrete_flow_shift",
-        needs=(AnyOf((HasValue("timestep_sampling", ("uniform",)), Has(Trait.FLOW))),),
+        needs=(AnyOf((HasValue("timestep_sampling", ("uniform",)), Has(Trait.FLOW))), ADDS_NOISE),
         default_text="that of the model's family",
         musubi_default="sigma",
     )
@@ -107,13 +109,13 @@ class NoiseConfig:
         1.0,
         "timestep_sampling sigmoid, shift, flux_shift ...: scale; smaller concentrates on middle timesteps",
         minimum=0,
-        needs=(Has(Trait.FLOW), HasValue("timestep_sampling", SIGMOID_SAMPLINGS)),
+        needs=(Has(Trait.FLOW), HasValue("timestep_sampling", SIGMOID_SAMPLINGS), ADDS_NOISE),
         metadata_key="ss_sigmoid_scale",
     )
     discrete_flow_shift: float | None = define_option(
         None,
         "timestep_sampling shift, sigma: shift towards noise; default: that of the model's family",
-        needs=(Has(Trait.FLOW), HasValue("timestep_sampling", ("shift", "sigma"))),
+        needs=(Has(Trait.FLOW), HasValue("timestep_sampling", ("shift", "sigma")), ADDS_NOISE),
         aliases=(Alias("training_shift"),),
         default_text="that of the model's family",
         musubi_default=1.0,
@@ -136,7 +138,7 @@ class NoiseConfig:
         0.0,
         "weighting_scheme logit_normal: mean; above 0 means more noise; timestep_sampling logsnr, qinglong_flux: mean "
         "of the log-SNR; above 0 means less noise",
-        needs=(Has(Trait.FLOW), _HAS_LOGIT),
+        needs=(Has(Trait.FLOW), _HAS_LOGIT, ADDS_NOISE),
         metadata_key="ss_logit_mean",
     )
     logit_std: float = define_option(
@@ -144,7 +146,7 @@ class NoiseConfig:
         "weighting_scheme logit_normal, timestep_sampling logsnr, qinglong_flux: standard deviation; smaller "
         "concentrates on the mean",
         minimum=0,
-        needs=(Has(Trait.FLOW), _HAS_LOGIT),
+        needs=(Has(Trait.FLOW), _HAS_LOGIT, ADDS_NOISE),
         metadata_key="ss_logit_std",
     )
     mode_scale: float = define_option(
@@ -152,7 +154,7 @@ class NoiseConfig:
         "weighting_scheme mode: scale; above 0 concentrates on middle timesteps",
         minimum=-1,
         maximum=1.75,
-        needs=(Has(Trait.FLOW), HasValue("weighting_scheme", ("mode",))),
+        needs=(Has(Trait.FLOW), HasValue("weighting_scheme", ("mode",)), ADDS_NOISE),
         metadata_key="ss_mode_scale",
     )
     noise_offset: float = define_option(
@@ -194,14 +196,14 @@ class NoiseConfig:
         0.0,
         "input perturbation noise: noise added to the model's input but not to its target; 0.1 is usual",
         minimum=0,
-        needs=ALWAYS,
+        needs=(ADDS_NOISE,),
         metadata_key="ss_ip_noise_gamma",
         is_dropped_at_zero=True,
     )
     ip_noise_gamma_random_strength: bool = define_option(
         False,
         "sample ip_noise_gamma uniformly between 0 and its value for each image",
-        needs=(IsSet("ip_noise_gamma"),),
+        needs=(IsSet("ip_noise_gamma"), ADDS_NOISE),
         metadata_key="ss_ip_noise_gamma_random_strength",
     )
 

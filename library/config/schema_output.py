@@ -13,7 +13,13 @@ class SaveConfig:
     """LoRA files: when they are saved, their format and metadata, and upload to the hub."""
 
     output_dir: str = define_option(
-        "output", "folder for LoRA files and previews", needs=ALWAYS, changes_result=False, is_path=True, is_basic=True
+        "output",
+        "folder for LoRA files and previews",
+        needs=ALWAYS,
+        changes_result=False,
+        is_path=True,
+        is_basic=True,
+        is_of_one_run=True,
     )
     output_name: str = define_option(
         "lora",
@@ -22,6 +28,7 @@ class SaveConfig:
         changes_result=False,
         is_basic=True,
         metadata_key="ss_output_name",
+        is_of_one_run=True,
     )
     save_precision: Literal["float", "fp16", "bf16"] | None = define_option(
         None,
@@ -80,6 +87,7 @@ class SaveConfig:
         needs=ALWAYS,
         changes_result=False,
         is_basic=True,
+        is_of_one_run=True,
     )
     training_comment: str | None = define_option(
         None,
@@ -236,6 +244,7 @@ class StateConfig:
         changes_result=False,
         is_path=True,
         is_in_form=False,
+        is_of_one_run=True,
     )
     resume_from_huggingface: bool = define_option(
         False,
@@ -250,6 +259,7 @@ class StateConfig:
         needs=ALWAYS,
         changes_result=False,
         is_in_form=False,
+        is_of_one_run=True,
     )
     force_resume: bool = define_option(
         False,

@@ -128,6 +128,13 @@ def validate_data_options(data: DataConfig) -> Iterator[Problem]:
             f"min_bucket_reso {data.min_bucket_reso} is above max_bucket_reso {data.max_bucket_reso}",
             others=("max_bucket_reso",),
         )
+    if data.conditioning_dropout_prob and data.caption_dropout_rate:
+        yield Problem(
+            "caption_dropout_rate",
+            f"conditioning_dropout_prob empties {2 * data.conditioning_dropout_prob:g} of the captions already",
+            "remove one of the two",
+            others=("conditioning_dropout_prob",),
+        )
 
 
 def validate_log_options(log: LogConfig, explicit: ExplicitOptions) -> Iterator[Problem]:

@@ -7,14 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..problems import Problem
-from .options import ExplicitOptions
-from .schema import RunConfig
+from .options import ExplicitOptions, iter_group_options
+from .schema import AdapterConfig, RunConfig
+from .schema_full import IS_LORA
 from .types import parse_env_bool
 
-ADAPTER_OPTIONS = frozenset(
-    "network_module network_dim network_alpha network_dropout network_args network_weights network_train_unet_only"
-    " network_train_text_encoder_only bundle_emb".split()
-)
+ADAPTER_OPTIONS = {
+    "network_weights",
+    *(option.name for option in iter_group_options(AdapterConfig) if option.needs and IS_LORA in option.needs),
+}
 """Options that say that an adapter is trained, where ``train`` is not set."""
 _FIX_LAYOUT = "use DDP (--multi_gpu) or one process"
 _FIX_TOKEN = "use one word of letters and digits that no model knows, such as sks_cat or <cat-toy>"

@@ -14,12 +14,6 @@ SCALABLE_TYPES = ("lora", "loha", "lokr")
 """The adapter types whose update is proportional to their strength."""
 
 _SOURCES = ("dataset_config", "train_data_dir", "reg_data_dir", "in_json")
-_TEXT_CACHES = ("cache_text_encoder_outputs", "cache_text_encoder_outputs_to_disk", "cache_dir", "skip_cache_check")
-_KEPT_OPTIONS = {"slider_prompts", *_SOURCES, *_TEXT_CACHES, "text_encoder_batch_size"}
-_TIMESTEP_OPTIONS = """
-    min_timestep max_timestep preserve_distribution_shape num_timestep_buckets timestep_sampling sigmoid_scale
-    discrete_flow_shift logit_mean logit_std mode_scale ip_noise_gamma ip_noise_gamma_random_strength
-""".split()
 
 
 def resolve_slider_run(config: RunConfig) -> RunConfig:
@@ -37,13 +31,11 @@ def resolve_slider_run(config: RunConfig) -> RunConfig:
 
 
 def find_image_options(config: RunConfig) -> dict[str, str]:
-    """Find the options of images and of the noise that is added to them, which mean nothing to texts alone, and why."""
+    """Find the options of images, which mean nothing to texts alone, and why; those of noise need images as well."""
     if config.data.slider_prompts is None:
         return {}
-    groups = (DataConfig, CacheConfig, ValidateConfig)
-    names = [option.name for group in groups for option in iter_group_options(group)]
-    images = {name: "slider_prompts trains without images" for name in names if name not in _KEPT_OPTIONS}
-    return {**images, **dict.fromkeys(_TIMESTEP_OPTIONS, "slider_prompts denoises, and adds no noise to images")}
+    options = (option for group in (DataConfig, CacheConfig, ValidateConfig) for option in iter_group_options(group))
+    return {option.name: "slider_prompts trains without images" for option in options if not option.is_for_texts}
 
 
 def validate_slider_run(config: RunConfig) -> Iterator[Problem]:

@@ -7,15 +7,18 @@ Files are decoded, in their EXIF orientation and transparent ones on white, by `
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..dataset.clip_decoding import ClipError, read_clip_frames
-from ..dataset.clip_windows import FrameWindow
+from ..dataset.clip_inspection import inspect_clip
+from ..dataset.clip_windows import FrameRule, FrameWindow, RateConversion
 from ..dataset.controls import ControlImage
 from ..dataset.image_decoding import Pixels, load_inpainting_mask, load_rgb_image
+from ..dataset.image_ref import ImageRef
 from ..dataset.mask_files import (
     Mask,
     MaskPixels,
@@ -192,6 +195,36 @@ def load_preview_controls(prompt: "Prompt", *, are_masks: bool = False) -> "list
         return images
     rng = random.Random(prompt.seed or 0)
     return [Image.fromarray(make_condition(prompt.control_from_image, np.asarray(image), rng)) for image in images]
+
+
+def load_control_clips(prompt: "Prompt", rule: FrameRule, size: tuple[int, int]) -> "list[list[Image]]":
+    """Load the control clips of a preview at the rate of the model, in its size and number of frames.
+
+    Of a shorter one the last frame is repeated; a control image is a clip of one frame.
+    """
+    length = prompt.num_frames or 1
+    images = [[load_rgb_image(path)] * length for path in prompt.control_images]
+    clips = [_read_preview_clip(path, rule, length) for path in prompt.control_clips]
+    return [[_fit_frame(frame, size) for frame in frames] for frames in (*images, *clips)]
+
+
+def _read_preview_clip(path: Path, rule: FrameRule, length: int) -> "list[Image]":
+    image = ImageRef(path.parent, path.name)
+    clip = replace(inspect_clip(image, "").frames, conversion=RateConversion(rule.fps))
+    return list(read_clip_frames(image, clip, 0, length))
+
+
+def _fit_frame(image: "Image", size: tuple[int, int]) -> "Image":
+    """Resize a frame to cover the size, as in training, and crop its center."""
+    from PIL import Image
+
+    if image.size == size:
+        return image
+    scale = max(size[0] / image.size[0], size[1] / image.size[1])
+    resized = (max(size[0], round(image.size[0] * scale)), max(size[1], round(image.size[1] * scale)))
+    left, top = (resized[0] - size[0]) // 2, (resized[1] - size[1]) // 2
+    pixels = resize_image(image, resized, None)
+    return Image.fromarray(np.ascontiguousarray(pixels[top : top + size[1], left : left + size[0]]))
 
 
 def load_frame_images(prompt: "Prompt") -> "tuple[Image | None, Image | None]":

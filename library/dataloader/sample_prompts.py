@@ -11,8 +11,10 @@ from typing import Any, get_args, get_type_hints
 from ..config.schema_output import PreviewConfig
 from ..config.toml_positions import read_toml_with_lines
 from ..config.types import is_prompt_text
+from ..dataset.clip_inspection import inspect_clip
 from ..dataset.controls import CONTROLS_FROM_IMAGE
 from ..dataset.image_inspection import inspect_image
+from ..dataset.image_ref import ImageRef
 from ..dataset.schema import resolve_path
 from ..errors import FileError
 from ..name_suggestions import suggest_name
@@ -50,6 +52,8 @@ class Prompt:
     last_image: Path | None = None
     """The image with which the video ends."""
     control_images: tuple[Path, ...] = ()
+    control_clips: tuple[Path, ...] = ()
+    """The control clips of a video: files, or folders of images."""
     control_from_image: str | None = None
     """The way control images are derived from the given ones: a key of ``CONTROLS_FROM_IMAGE``."""
     network_multiplier: float = 1.0
@@ -99,7 +103,19 @@ def _resolve_images(prompt: Prompt, path: Path | None, problems: list[Problem]) 
     ends = {"image_path": prompt.first_image, "end_image_path": prompt.last_image}
     first, last = (None if image is None else resolve(key, image) for key, image in ends.items())
     controls = tuple(resolve(_CONTROL_KEY, image) for image in prompt.control_images)
-    return replace(prompt, first_image=first, last_image=last, control_images=controls)
+    clips = tuple(_resolve_clip(prompt, clip, path, problems) for clip in prompt.control_clips)
+    return replace(prompt, first_image=first, last_image=last, control_images=controls, control_clips=clips)
+
+
+def _resolve_clip(prompt: Prompt, clip: Path, path: Path | None, problems: list[Problem]) -> Path:
+    """Find a control clip as images are found, and check it."""
+    found = resolve_path(path, str(clip), RemoteStore())
+    defect: str | None = "no such file or folder"
+    if found.exists():
+        defect = inspect_clip(ImageRef(found.parent, found.name), "").problem
+    if defect:
+        problems.append(prompt.report(_CLIP_KEY, f"{found}: {defect}"))
+    return found
 
 
 def load_preview_prompts(preview: PreviewConfig) -> list[Prompt]:
@@ -214,6 +230,7 @@ _PROMPT_FIELDS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "end_image_path": ("last_image", _parse_path),
     "sample_sampler": ("sampler", _parse_sampler),
     "control_image_path": ("control_images", _parse_paths),
+    "control_video_path": ("control_clips", _parse_paths),
     "control_from_image": ("control_from_image", _parse_control_kind),
     "network_multiplier": ("network_multiplier", _parse_strength),
 }
@@ -222,25 +239,22 @@ _PROMPT_FIELDS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
 ``cfg_scale`` and ``discrete_flow_shift`` are the names of musubi-tuner for ``scale`` and ``flow_shift``.
 """
 
-_CONTROL_KEY = "control_image_path"
-_TEXT_KEYS = frozenset(
-    ("prompt", "negative_prompt", "sample_sampler", "control_from_image", "image_path", "end_image_path", _CONTROL_KEY)
-)
+_CONTROL_KEY, _CLIP_KEY = "control_image_path", "control_video_path"
+_LIST_KEYS = frozenset((_CONTROL_KEY, _CLIP_KEY))
+_TEXT_KEYS = _LIST_KEYS | {
+    *("prompt", "negative_prompt", "sample_sampler", "control_from_image", "image_path", "end_image_path"),
+}
 
 _SHORT_OPTIONS: Mapping[str, str] = {
     **{"n": "negative_prompt", "w": "width", "h": "height", "d": "seed", "s": "sample_steps", "l": "scale"},
-    **{"ss": "sample_sampler", "g": "guidance_scale", "cn": "controlnet_image", "ctr": "cfg_trunc_ratio"},
+    **{"ss": "sample_sampler", "g": "guidance_scale", "cn": _CLIP_KEY, "ctr": "cfg_trunc_ratio"},
     **{"rcfg": "renorm_cfg", "fs": "flow_shift", "ci": _CONTROL_KEY, "cf": "control_from_image"},
     **{"f": "frame_count", "fps": "fps", "i": "image_path", "ei": "end_image_path", "of": "one_frame"},
     "am": "network_multiplier",
 }
 
-_NO_CONTROL = (
-    "ControlNet images and control clips are not supported; control images of editing models are set with --ci"
-)
 _UNSUPPORTED_KEYS: Mapping[str, str] = {
-    "controlnet_image": _NO_CONTROL,
-    "control_video_path": _NO_CONTROL,
+    "controlnet_image": "ControlNet images are not supported; control images of editing models are control_image_path",
     "one_frame": "one-frame inference (FramePack, Wan I2V) is not supported; --f 1 makes an image",
     "cfg_trunc_ratio": "for Lumina only; remove it",
     "renorm_cfg": "for Lumina only; remove it",
@@ -274,13 +288,13 @@ def _parse_line(line: str, place: Place, problems: list[Problem]) -> Prompt | No
             line_problems.append(
                 Problem("sample_prompts", f"unknown option{hint}", place=replace(place, key=f"--{name}"))
             )
-        elif key in values and key != _CONTROL_KEY:
+        elif key in values and key not in _LIST_KEYS:
             line_problems.append(Problem("sample_prompts", "duplicate option", place=replace(place, key=f"--{name}")))
         elif not value.strip():
             line_problems.append(Problem("sample_prompts", "value missing", place=replace(place, key=f"--{name}")))
         else:
             parsed = value.strip() if key in _TEXT_KEYS else _parse_number(value.strip())
-            values[key] = [*values.get(key, []), parsed] if key == _CONTROL_KEY else parsed
+            values[key] = [*values.get(key, []), parsed] if key in _LIST_KEYS else parsed
     return _build_prompt(values, lambda key: replace(place, key=_format_short_option(key)), line_problems, problems)
 
 

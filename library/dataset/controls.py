@@ -65,19 +65,22 @@ class ControlLimits:
     editing_models: str
     """The models that take control images."""
     are_masks: bool = False
+    are_clips: bool = False
+    """Whether the model makes videos, whose controls are clips."""
 
     def describe_problem(self, count: int) -> str | None:
         """Say what is wrong with this number of control images."""
+        noun, picture = ("control clip", "clip") if self.are_clips else ("control image", "picture")
         if count < self.fewest:
             if self.are_masks:
                 way = f"set control_from_image = {MASK_FROM_IMAGE!r}, which draws them, or control_directory"
                 return f"{self.title} needs a mask for each picture; {way}"
-            return f"{self.title} needs {format_count(self.fewest, 'control image')} for each picture, not {count}"
+            return f"{self.title} needs {format_count(self.fewest, noun)} for each {picture}, not {count}"
         if count <= self.most:
             return None
         if not self.most:
-            return f"{self.title} takes no control images; {self.editing_models} do"
-        return f"{self.title} takes at most {format_count(self.most, 'control image')} for a picture, not {count}"
+            return f"{self.title} takes no {noun}s; {self.editing_models} do"
+        return f"{self.title} takes at most {format_count(self.most, noun)} for a {picture}, not {count}"
 
 
 @dataclass(frozen=True)
@@ -172,11 +175,24 @@ def match_control_clips(clips: Sequence[ImageRef], video_dir: Path, control_dir:
         names = [clip.name, stem, *(f"{stem}{extension}" for extension in VIDEO_EXTENSIONS)]
         names += [f"{stem}{extension.upper()}" for extension in VIDEO_EXTENSIONS]
         found = next((name for name in names if (folder / name).exists()), None)
-        if found is None:
+        numbered = [] if found else _find_numbered_clips(folder, stem)
+        if found is None and not numbered:
             matches.missing[clip] = f"has no control clip: no {stem}.mp4, no folder {stem}, in {folder}"
         else:
-            matches.controls[clip] = (ImageRef(folder, found),)
+            matches.controls[clip] = tuple(ImageRef(folder, name) for name in ([found] if found else numbered))
     return matches
+
+
+def _find_numbered_clips(folder: Path, stem: str) -> list[str]:
+    """Find the control clips ``NAME_0``, ``NAME_1`` ... of a clip with several, without a gap."""
+    found = list[str]()
+    while True:
+        number = len(found)
+        names = [f"{stem}_{number}", *(f"{stem}_{number}{extension}" for extension in VIDEO_EXTENSIONS)]
+        name = next((name for name in names if (folder / name).exists()), None)
+        if name is None:
+            return found
+        found.append(name)
 
 
 @dataclass

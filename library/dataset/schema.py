@@ -363,4 +363,7 @@ def build_remote_store(config: DataConfig) -> RemoteStore:
 
 def collect_flag_defaults(config: DataConfig) -> dict[str, Any]:
     """Collect the values of the run's options for keys that the file does not set."""
-    return {key.name: getattr(config, key.flag) for key in DATASET_KEYS.values() if key.flag is not None}
+    defaults = {key.name: getattr(config, key.flag) for key in DATASET_KEYS.values() if key.flag is not None}
+    if config.conditioning_dropout_prob:  # captions alone, and captions with pictures
+        defaults["caption_dropout_rate"] = 2 * config.conditioning_dropout_prob
+    return defaults

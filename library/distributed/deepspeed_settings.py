@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,20 @@ class DeepSpeedSettings:
     """The other keys of the user's JSON file, passed to DeepSpeed as they are."""
     batch_sizes: Mapping[str, int] = field(default_factory=dict)
     """The batch sizes in DeepSpeed's JSON file."""
+
+    @property
+    def uses_files(self) -> bool:
+        return "nvme" in (self.offload_optimizer_device, self.offload_param_device)
+
+    def keep_in_host_memory(self) -> "DeepSpeedSettings":
+        """Return the settings that offload to host memory what these offload to files."""
+        return replace(
+            self,
+            offload_optimizer_device=self.offload_optimizer_device and "cpu",
+            offload_optimizer_path=None,
+            offload_param_device=self.offload_param_device and "cpu",
+            offload_param_path=None,
+        )
 
     def build_config(self, *, pin_memory: bool) -> dict[str, Any]:
         """Build DeepSpeed's config; to DeepSpeed every micro-batch is a step, with the boundary set on each."""

@@ -132,11 +132,6 @@ def validate_deepspeed(config: RunConfig, world: World) -> Iterator[Problem]:
     if distributed.full_bf16:
         kept = "trained weights" if config.adapter.is_full else "adapters"
         yield Problem("full_bf16", f"DeepSpeed keeps {kept} in fp32", "remove it, and use --mixed_precision bf16")
-    if config.adapter.is_full and settings.offload_param_device == "nvme":
-        text = (
-            "DeepSpeed keeps the weights that its optimizer updates in memory, so files would be a second copy of them"
-        )
-        yield Problem("offload_param_device", text, "use cpu", value="nvme")
     if config.train.on_oom != "fail":
         yield Problem(
             "on_oom",
@@ -221,9 +216,6 @@ def validate_deepspeed_batch_sizes(
 
 
 def _validate_offload(settings: DeepSpeedSettings, *, is_full: bool) -> Iterator[Problem]:
-    reason = "a LoRA's optimizer state is small, and a copy of it stays in host memory for rolling back"
-    if is_full:
-        reason = "checkpoints and resuming need the optimizer state in memory"
     if settings.stage not in (1, 2, 3):
         yield Problem(
             "", f"DeepSpeed's zero_stage {settings.stage}: shards nothing", "use 1, 2 or 3, or --multi_gpu instead"
@@ -234,15 +226,14 @@ def _validate_offload(settings: DeepSpeedSettings, *, is_full: bool) -> Iterator
         ("optimizer", settings.offload_optimizer_device, settings.offload_optimizer_path),
         ("param", settings.offload_param_device, settings.offload_param_path),
     ):
-        if device == "nvme" and name == "param":
-            yield from _validate_nvme_path(path)
+        if device == "nvme" and name == "optimizer" and not is_full:
+            text = "a LoRA's optimizer state is small, and a copy of it stays in host memory for rolling back"
+            yield Problem("offload_optimizer_device", f"not supported: {text}", "use cpu", value="nvme")
+        elif device == "nvme" and name == "optimizer" and settings.stage != 3:
+            text = "checkpoints of ZeRO stages 1 and 2 need the optimizer state in memory"
+            yield Problem("offload_optimizer_device", text, "set --zero_stage 3, or use cpu", value="nvme")
         elif device == "nvme":
-            yield Problem(
-                "offload_optimizer_device",
-                f"not supported: {reason}",
-                "use cpu",
-                value="nvme",
-            )
+            yield from _validate_nvme_path(name, path)
         elif device not in (None, "cpu"):
             yield Problem("", f"--offload_{name}_device {device}: expected none, cpu or nvme")
         elif path is not None:
@@ -251,12 +242,10 @@ def _validate_offload(settings: DeepSpeedSettings, *, is_full: bool) -> Iterator
             )
 
 
-def _validate_nvme_path(path: str | None) -> Iterator[Problem]:
+def _validate_nvme_path(name: str, path: str | None) -> Iterator[Problem]:
+    option = f"offload_{name}_nvme_path"
     if path is None:
-        yield Problem(
-            "offload_param_device",
-            "set --offload_param_nvme_path, a directory on a fast disk of each machine",
-            value="nvme",
-        )
+        text = f"set --{option}, a directory on a fast disk of each machine"
+        yield Problem(f"offload_{name}_device", text, value="nvme")
     elif not Path(path).is_dir() or not os.access(path, os.W_OK):
-        yield Problem("offload_param_nvme_path", "not a writable directory on this machine", value=path)
+        yield Problem(option, "not a writable directory on this machine", value=path)

@@ -20,7 +20,7 @@ from ..parallel.frozen_base import (
     select_spread_indices,
     should_quantize,
 )
-from ..parallel.quantize import QuantizedWeight
+from ..parallel.quantize import QuantizedWeight, split_expert_weights
 from ..parallel.trained_block_swap import count_swapped_bytes, list_swappable_parameters
 from .optimizer_memory import WeightKind, count_kinds
 
@@ -109,6 +109,7 @@ class BlockWeights:
     """The convertible frozen weights of a denoiser, by block, as its files have them, before any is swapped."""
 
     def __init__(self, denoiser: nn.Module):
+        split_expert_weights(denoiser)
         self._experts = len(list_experts(denoiser))
         self._blocks = [_list_weights(block) for block in find_innermost_blocks(denoiser)]
         self._sizes: dict[str, list[tuple[int, int]]] = {}

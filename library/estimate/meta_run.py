@@ -494,13 +494,12 @@ class MetaRun:
         self, pixels: Tensor, count: int, control_sizes: Sequence[tuple[int, int]]
     ) -> tuple[Tensor, ...]:
         """Build what the family makes of control images of these (width, height), which is not measured."""
-        controls = []
-        for width, height in control_sizes:
-            control = pixels.new_empty(*pixels.shape[:-2], height, width)
-            with torch.no_grad():
-                encoded = self.family.encode_control(self.pipe, control, pixels)
-            controls.append(encoded.new_empty(count, *encoded.shape[1:]))
-        return tuple(controls)
+        if not control_sizes:
+            return ()
+        controls = [pixels.new_empty(*pixels.shape[:-2], height, width) for width, height in control_sizes]
+        with torch.no_grad():
+            encoded = self.family.encode_controls(self.pipe, controls, pixels)
+        return tuple(each.new_empty(count, *each.shape[1:]) for each in encoded)
 
     def _quantize_and_fuse(self, config: RunConfig, precision: str) -> None:
         if is_quantized_or_offloaded(config.model, config.train, self.denoiser) and not config.adapter.is_full:

@@ -202,6 +202,10 @@ class Family(ABC):
         """
         return self.encode_moments(pipe, control).mean_and_std[:, 0]
 
+    def encode_controls(self, pipe: Any, controls: Sequence[Tensor], pixels: Tensor) -> tuple[Tensor, ...]:
+        """Encode all control images of a picture, each to one tensor; by default, each by itself."""
+        return tuple(self.encode_control(pipe, control, pixels) for control in controls)
+
     def select_trained_frames(self, loss: Tensor, batch: Batch) -> Tensor:
         """Leave out of a loss for each element that of the frames that are given to the denoiser."""
         return loss
@@ -232,6 +236,10 @@ class Family(ABC):
     def build_control_kwargs(self, pipe: Any, images: Sequence[Image]) -> dict[str, Any]:
         """Build the arguments of the diffusers pipeline's call for the control images of a preview."""
         return {"image": list(images)} if images else {}
+
+    def build_control_clip_kwargs(self, pipe: Any, clips: Sequence[Sequence[Image]]) -> dict[str, Any]:
+        """Build the arguments of the diffusers pipeline's call for the control clips of a preview, in its size."""
+        raise NotImplementedError(f"{self.facts.title} takes no control clips")
 
     def adapt_sampling_pipeline(self, sampling_pipe: Any) -> Any:
         """Adapt the pipeline of one preview, whose modules are shared with training, before it is called."""
@@ -269,11 +277,16 @@ class Family(ABC):
         sampler: str | None,
     ) -> list[Image]:
         """Sample all frames of a preview as ``generate_image`` does; an image is one frame."""
-        from ..dataloader.images import load_frame_images, load_preview_controls
+        from ..dataloader.images import load_control_clips, load_frame_images, load_preview_controls
         from .sampling import sample_frames
 
         sampling_kwargs = self.build_sampling_kwargs(pipe, prompt, cond, negative_cond)
-        sampling_kwargs |= self.build_control_kwargs(pipe, load_preview_controls(prompt))
+        rule = self.facts.pipeline.frames
+        if rule is not None and self.facts.control.num_images[1]:
+            size = self.facts.sampling.get_image_size(prompt.width, prompt.height)
+            sampling_kwargs |= self.build_control_clip_kwargs(pipe, load_control_clips(prompt, rule, size))
+        else:
+            sampling_kwargs |= self.build_control_kwargs(pipe, load_preview_controls(prompt))
         sampling_kwargs |= self.build_frame_image_kwargs(pipe, *load_frame_images(prompt))
         return sample_frames(self, pipe, prompt, sampling_kwargs, generator=generator, sampler=sampler)
 

@@ -125,9 +125,13 @@ def detect_model(model: ModelConfig | str | None) -> DetectedModel:
 def build_control_limits(model: DetectedModel) -> ControlLimits:
     """Build the limits on the number of control images of a model, with the names of the models that take some."""
     facts = get_family_facts(model.family)
-    titles = [each.title for each in FAMILY_FACTS.values() if each.control.num_images[1]]
-    titles += [f"{FAMILY_FACTS[name].title} with --control" for name in CONTROL_FAMILIES]
-    return ControlLimits(*facts.control.num_images, facts.title, ", ".join(titles), facts.control.are_masks)
+    are_clips = facts.pipeline.frames is not None
+    others = [each for each in FAMILY_FACTS.values() if (each.pipeline.frames is not None) == are_clips]
+    titles = [each.title for each in others if each.control.num_images[1]]
+    titles += [] if are_clips else [f"{FAMILY_FACTS[name].title} with --control" for name in CONTROL_FAMILIES]
+    return ControlLimits(
+        *facts.control.num_images, facts.title, ", ".join(titles), facts.control.are_masks, are_clips=are_clips
+    )
 
 
 def list_video_models() -> str:
@@ -207,7 +211,8 @@ def _detect_from_configs(
             reject_unread_quantization(read_required(read, f"{component}/{file}"), component)
         reason = f"model_index.json has {name}, and {match.reason}"
         reason = f"set by --family; {reason}" if family_option else reason
-        stored = list_config_formats(read(f"{facts.denoiser_name}/config.json") or {})
+        configs = [read(f"{name}/config.json") or {} for name in facts.pipeline.denoisers]
+        stored = tuple(dict.fromkeys(name for config in configs for name in list_config_formats(config)))
         return _build_detected(family, reason, match, source_type, path_or_id, stored_formats=stored)
     if family_option:
         raise ModelError(f"its files are not those of family {family_option}")
@@ -404,7 +409,11 @@ def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> Detect
         problems.append(Problem("v2", f"the model is {facts.title}", "leave this option out"))
     if problems:
         raise ConfigError(problems)
-    return replace(detected, component_sources={**_find_separate_sources(detected, facts, sources), **sources})
+    files = [Path(sources[name].path_or_id).expanduser() for name in facts.pipeline.denoisers if name in sources]
+    formats = [list_denoiser_formats(read_checkpoint_header(path), facts) for path in files]  # of another expert
+    stored = tuple(dict.fromkeys(name for each in (detected.stored_formats, *formats) for name in each))
+    separate = _find_separate_sources(detected, facts, sources)
+    return replace(detected, component_sources={**separate, **sources}, stored_formats=stored)
 
 
 def _select_expert(detected: DetectedModel, noise_experts: str) -> DetectedModel:
@@ -476,7 +485,7 @@ def _find_unsupported_options(model_config: ModelConfig, facts: FamilyFacts) -> 
     return [
         Problem(option, f"does not apply to {facts.title}", "leave this option out")
         for option in sorted(special)
-        if getattr(model_config, option) != getattr(ModelConfig, option)
+        if hasattr(ModelConfig, option) and getattr(model_config, option) != getattr(ModelConfig, option)
     ]
 
 

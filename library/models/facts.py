@@ -329,7 +329,7 @@ class FamilyOptions:
     components: Mapping[str, str] = field(default_factory=dict)
     """The component whose file or folder each option sets."""
     extra: tuple[str, ...] = ()
-    """Options of ``ModelConfig`` that apply to this family, but not to all."""
+    """Options of ``ModelConfig`` or ``DataConfig`` that apply to this family, but not to all."""
     validate: Callable[[ConfigReader, ModelConfig], Iterator[Problem]] = lambda read, options: iter(())
     """Yield a problem for each option whose value this model does not support."""
     network: NetworkFacts = GENERAL_NETWORK

@@ -18,11 +18,23 @@ BLOCK_SIZES: Mapping[str, tuple[int, int]] = {name: (values, size) for name, val
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
-def dequantize_rows(rows: Tensor, type_name: str) -> Tensor:
-    """Dequantize rows of bytes to float32; each row consists of whole blocks."""
+def dequantize_rows(rows: Tensor, type_name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Dequantize rows of bytes, which consist of whole blocks, in float32, rounded once to ``dtype``."""
     _, block_bytes = BLOCK_SIZES[type_name]
     blocks = rows.reshape(-1, block_bytes)
-    return _DEQUANTIZE[type_name](blocks).reshape(len(rows), -1)
+    if type_name == "Q8_0":
+        return multiply_rounded(blocks.view(torch.int8)[:, 2:], _read_half(blocks[:, :2]), dtype).reshape(len(rows), -1)
+    return _DEQUANTIZE[type_name](blocks).to(dtype).reshape(len(rows), -1)
+
+
+def multiply_rounded(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply stored values with float32 scales in float32, and round once, as one kernel does without a copy."""
+    if values.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        values = values.to(torch.float32 if dtype is torch.float32 else torch.bfloat16)  # both have all of its values
+    if dtype is torch.float32:
+        return values * scale
+    product = torch.empty(values.shape, dtype=dtype, device=values.device)
+    return torch.mul(values, scale, out=product)
 
 
 def _read_half(data: Tensor) -> Tensor:
@@ -39,10 +51,6 @@ def _unpack_bits(data: Tensor) -> Tensor:
     """The bits of 4 bytes, the lowest first, as (N, 32)."""
     shifts = torch.arange(8, dtype=torch.uint8, device=data.device)
     return ((data.unsqueeze(-1) >> shifts) & 1).flatten(1)
-
-
-def _dequantize_q8_0(blocks: Tensor) -> Tensor:
-    return _read_half(blocks[:, :2]) * blocks[:, 2:].contiguous().view(torch.int8).float()
 
 
 def _dequantize_q4_0(blocks: Tensor) -> Tensor:
@@ -149,7 +157,6 @@ _DEQUANTIZE: Mapping[str, Callable[[Tensor], Tensor]] = {
     "Q4_1": _dequantize_q4_1,
     "Q5_0": _dequantize_q5_0,
     "Q5_1": _dequantize_q5_1,
-    "Q8_0": _dequantize_q8_0,
     "Q2_K": _dequantize_q2_k,
     "Q3_K": _dequantize_q3_k,
     "Q4_K": _dequantize_q4_k,

@@ -133,6 +133,12 @@ def _load_quantized_component(
 logger = logging.getLogger(__name__)
 
 
+def describe_dequantized(model: DetectedModel, dtype: torch.dtype, reason: str) -> str:
+    """Describe in one line what becomes of a denoiser whose files store weights quantized, and why."""
+    formats, dtype_name = ", ".join(model.stored_formats), str(dtype).removeprefix("torch.")
+    return f"base model: its weights are stored in {formats} and dequantized to {dtype_name}, {reason}"
+
+
 def load_pipeline(
     family: "Family",
     model: DetectedModel | str | None,
@@ -150,9 +156,6 @@ def load_pipeline(
     loaded: dict[str, Any] = {}
     local_files_only = _uses_hub(model) and not is_hub_reachable()
     logger.info("loading %s of %s", ", ".join(components), model.path_or_id)
-    if model.stored_formats and family.facts.denoiser_name in components and not keeps_stored:
-        formats, dtype_name = ", ".join(model.stored_formats), str(dtype).removeprefix("torch.")
-        logger.info("its weights are stored in %s and dequantized to %s", formats, dtype_name)
     for name in components:
         with _raise_config_error(model, name), disable_progress_bars():
             # Older VAEs overflow in half precision; they are small and run once per image.

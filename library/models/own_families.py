@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, get_origin
 
 from ..config.schema import ModelConfig
+from ..config.schema_data import DataConfig
 from ..errors import ConfigError
 from ..problems import Problem
 from ..registry import describe_exception
@@ -73,7 +74,8 @@ def find_contradictions(family: type[Family]) -> Iterator[str]:
         yield f"has {_join(names)} in lora.text_encoders and not in text.components"
     if names := {*facts.options.components.values()} - {*facts.components}:
         yield f"has {_join(names)} in options.components, which is none of its components {_join(facts.components)}"
-    if names := {name for name in (*facts.options.components, *facts.options.extra) if not hasattr(ModelConfig, name)}:
+    known, extra = {*vars(ModelConfig)}, {*facts.options.extra} - {*vars(DataConfig)}
+    if names := {*facts.options.components, *extra} - known:
         yield f"has {_join(names)} in its options, which is no option of this program"
     if names := {*facts.blocks.single_stream_lists} - {*facts.blocks.lists}:
         yield f"has {_join(names)} in blocks.single_stream_lists and not in blocks.lists"

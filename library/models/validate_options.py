@@ -230,8 +230,15 @@ def validate_prompts(prompts: Sequence[Prompt], model: DetectedModel) -> Iterato
 def _validate_prompt(prompt: Prompt, model: DetectedModel) -> Iterator[Problem]:
     facts = get_family_facts(model.family)
     title = facts.title
-    if problem := build_control_limits(model).describe_problem(len(prompt.control_images)):
-        yield prompt.report("control_image_path", problem)
+    takes_clips = facts.pipeline.frames is not None and not prompt.control_images
+    key = "control_video_path" if takes_clips else "control_image_path"
+    if prompt.control_clips and facts.pipeline.frames is None:
+        text = f"{title} takes no control clips; control images of editing models are set with --ci"
+        yield prompt.report("control_video_path", text, "leave it out")
+    elif problem := build_control_limits(model).describe_problem(
+        len(prompt.control_images) + len(prompt.control_clips)
+    ):
+        yield prompt.report(key, problem)
     elif prompt.control_from_image and (reason := _describe_wrong_condition(prompt.control_from_image, facts)):
         yield prompt.report("control_from_image", *reason)
     sides = ("width", prompt.width), ("height", prompt.height)
@@ -279,7 +286,8 @@ def _validate_frames(prompt: Prompt, model: DetectedModel) -> Iterator[Problem]:
     ends = {"image_path": prompt.first_image, "end_image_path": prompt.last_image}
     for key, word in (("image_path", "begin"), ("end_image_path", "end")):
         if ends[key] is not None and key not in facts.sampling.frame_images:
-            fix = "use --ci for a control image" if build_control_limits(model).most else "leave it out"
+            takes_images = build_control_limits(model).most and rule is None
+            fix = "use --ci for a control image" if takes_images else "leave it out"
             yield prompt.report(key, f"what {facts.title} makes cannot {word} with an image", fix)
 
 

@@ -14,7 +14,13 @@ from torch import nn
 
 from ..config.schema import ModelConfig, TrainConfig
 from .block_swap import BlockOffloader, OffloadedBytes, count_block_bytes
-from .quantize import FrozenLayer, QuantizedWeight, can_convert_frozen_layer, convert_frozen_layer
+from .quantize import (
+    FrozenLayer,
+    QuantizedWeight,
+    can_convert_frozen_layer,
+    convert_frozen_layer,
+    split_expert_weights,
+)
 from .quantized_matmul import QuantizedMatmulLinear, can_multiply_quantized
 
 logger = logging.getLogger(__name__)
@@ -46,6 +52,7 @@ def quantize_and_offload_base(
     ``nf4_kernel``: that of the strategy, which estimates lack.
     """
     device, base_device = devices
+    split_expert_weights(denoiser)
     blocks, quant_type = find_innermost_blocks(denoiser), model.quantize_base
     swapped = set(select_spread_indices(len(blocks), train.blocks_to_swap))
     experts = number_experts(denoiser, blocks)

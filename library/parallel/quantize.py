@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_input
 
-from ..models.gguf_blocks import BLOCK_SIZES, dequantize_rows
+from ..models.gguf_blocks import BLOCK_SIZES, dequantize_rows, multiply_rounded
 
 logger = logging.getLogger(__name__)
 Ranges = tuple[tuple[int, int], ...]
@@ -83,7 +83,7 @@ class QuantizedWeight:
         if self.quant_type == "none":
             return self.tensors[0].to(dtype)
         if self.quant_type in BLOCK_SIZES:
-            return dequantize_rows(self.tensors[0], self.quant_type).to(dtype).view(self.shape)
+            return dequantize_rows(self.tensors[0], self.quant_type, dtype).view(self.shape)
         values, scale = self.tensors[:2]
         uses_bitsandbytes = (
             self.quant_type == "nf4"
@@ -99,6 +99,9 @@ class QuantizedWeight:
         # which it does not take, have to get its values.  Scales of files are in float32, and rounding them would
         # change the weights.
         is_exact = uses_bitsandbytes or scale.dtype is torch.float32
+        if self.quant_type not in PACKED_TYPES and scale.dtype is torch.float32:
+            blocks = values.view(len(values), scale.shape[1], -1)
+            return multiply_rounded(blocks, scale.unsqueeze(2), dtype).view(self.shape)
         if dtype is torch.float16 or (is_exact and dtype is not torch.float32):
             return self.dequantize(torch.float32).to(dtype)
         if self.quant_type in PACKED_TYPES:
@@ -303,7 +306,54 @@ class FrozenConv2d(FrozenLayer, nn.Conv2d):  # type: ignore[override]
         return grad
 
 
-FROZEN_CLASSES: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: FrozenLinear, nn.Conv2d: FrozenConv2d}
+class ExpertMatrices(nn.Module):
+    """The matrices of experts, which were one parameter (experts, inputs, outputs), as one matrix with their rows."""
+
+    bias = None
+
+    def __init__(self, weight: Tensor):
+        super().__init__()
+        self.num_experts = len(weight)
+        self.weight = nn.Parameter(weight.detach().flatten(0, 1), requires_grad=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Multiply the tokens of each expert (experts, tokens, inputs) with its matrix."""
+        return input @ self.split(self.weight)
+
+    def split(self, weight: Tensor) -> Tensor:
+        """View the matrix with all rows as those of the experts."""
+        return weight.view(self.num_experts, -1, weight.shape[1])
+
+
+class FrozenExpertMatrices(FrozenLayer, ExpertMatrices):  # type: ignore[override]
+    """The matrices of experts, quantized, with a scale for each row of each expert, or offloaded."""
+
+    def compute_output(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return input @ self.split(weight)
+
+    def compute_input_grad(self, gradient: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
+        return gradient @ self.split(weight).transpose(1, 2)
+
+
+FROZEN_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: FrozenLinear,
+    nn.Conv2d: FrozenConv2d,
+    ExpertMatrices: FrozenExpertMatrices,
+}
+
+
+def split_expert_weights(denoiser: nn.Module) -> None:
+    """Make layers of the frozen parameters in which modules hold the matrices of experts.
+
+    ``expert_weights`` of such a module names them; its ``forward`` takes parameters (experts, inputs, outputs), which
+    it multiplies with, or layers, which it calls.
+    """
+    for module in list(denoiser.modules()):
+        for name in getattr(module, "expert_weights", ()):
+            parameter = module._parameters.get(name)
+            if parameter is not None and not parameter.requires_grad:
+                del module._parameters[name]
+                module.add_module(name, ExpertMatrices(parameter))
 
 
 class _FrozenLayerFunction(torch.autograd.Function):

@@ -6,6 +6,7 @@ pickle, and reads what it needs of all files, however many ranks wrote them.  So
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,19 +55,32 @@ class _HostCopyWriter(HuggingFaceStorageWriter):
         return {name: copy_shard_to_host(tensor) for name, tensor in state_dict.items()}
 
 
+class _InPlaceWriter(HuggingFaceStorageWriter):
+    """A writer of the parts of this rank from where they are."""
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return state_dict
+
+
 class ShardWriter:
     """Writes the parts of all ranks in the background, in a process group of its own."""
 
-    def __init__(self, comm: Communicator):
-        """Create the process group; a collective."""
-        self._comm = comm
+    def __init__(self, comm: Communicator, *, copies: bool = True):
+        """Create the process group; a collective.
+
+        Without copies, as host memory has no room for them, a rank waits until its parts are written.
+        """
+        self._comm, self._copies = comm, copies
         self._group: Any = dist.new_group(backend="gloo")
 
     def start(self, folder: Path, tensors: Mapping[str, DTensor]) -> Future[Any]:
         """Copy the parts of this rank to host memory and start writing them; a collective."""
-        writer = _HostCopyWriter(str(folder / SHARDS_FOLDER), _number_files(tensors), save_distributed=True)
+        writer_class = _HostCopyWriter if self._copies else _InPlaceWriter
+        writer = writer_class(str(folder / SHARDS_FOLDER), _number_files(tensors), save_distributed=True)
         with _silence_checkpoint_warnings():
             future: Any = async_save(dict(tensors), storage_writer=writer, process_group=self._group)
+        if not self._copies:
+            futures.wait([future])
         return future  # type: ignore[no-any-return]
 
     def finish(self, folder: Path, written: Future[Any] | None, error: str | None) -> dict[str, FileEntry]:

@@ -77,6 +77,8 @@ class Strategy(ABC):
     """Whether every rank holds all frozen weights."""
     can_quantize_base = True
     """Whether the frozen weights may be quantized: bytes with scales."""
+    has_offloaded_state_in_files = False
+    """Whether optimizer state is in files because host memory has no room for it, nor for copies of it."""
     nf4_kernel: str | None = None
     """The kernel that dequantizes a base model in nf4 (``select_nf4_kernel``)."""
 

@@ -1,7 +1,7 @@
 """The table of parallel strategies, and ``build_strategy``, which selects one by options and launcher."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..config import RunConfig
 from ..distributed.accelerator import prepare_accelerator, set_deepspeed_device, unset_fsdp_variable
@@ -49,9 +49,14 @@ def build_strategy(config: RunConfig, is_stop_requested: Callable[[], bool] = la
         is_stop_requested=is_stop_requested,
     )
     strategy = STRATEGIES.get(select_strategy(settings))(comm, settings)
-    if config.model.quantize_base == "nf4":
-        strategy.nf4_kernel = select_nf4_kernel(comm.device)
+    select_base_kernel(strategy, config.model.quantize_base)
     return strategy
+
+
+def select_base_kernel(strategy: Strategy, quantize_base: str, stored_formats: Sequence[str] = ()) -> None:
+    """Select the kernel of a base that is rounded to nf4, or that the model's files store in it."""
+    if strategy.nf4_kernel is None and "nf4" in (quantize_base, *stored_formats):
+        strategy.nf4_kernel = select_nf4_kernel(strategy.device)
 
 
 def select_strategy(settings: StrategySettings) -> str:

@@ -44,7 +44,6 @@ def build_environment(*packages: str, change_source: Callable[[str], str] | None
     environment.filters["number"] = format_number
     environment.filters["duration"] = format_duration
     environment.filters["bytes"] = format_size
-    environment.filters["age"] = format_age
     return environment
 
 
@@ -62,15 +61,6 @@ def format_size(num_bytes: float) -> str:
             return f"{num_bytes:.3g} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:.3g} GB"
-
-
-def format_age(seconds: float) -> str:
-    """Say how long ago something was."""
-    for unit, length in (("day", 86_400), ("hour", 3600), ("minute", 60)):
-        if seconds >= length:
-            count = int(seconds // length)
-            return f"{count} {unit}{'s' * (count > 1)} ago"
-    return "now"
 
 
 def read_assets() -> dict[str, str]:

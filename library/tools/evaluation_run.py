@@ -21,6 +21,7 @@ from ..evaluation.result_chart import CELL, ExamplePictures
 from ..evaluation.seed_bootstrap import MIN_SHARE_OF_ROOM, Resampler, ShareStatistic
 from ..evaluation.verdict import EvaluationVerdict, judge_steps
 from ..log import ProgressBar
+from ..models.loading import describe_dequantized
 from ..models.scheduler_overrides import override_scheduler
 from ..problems import Problem
 from ..training.network_weights import merge_base_weights
@@ -150,6 +151,10 @@ def _list_labels(plan: EvaluationPlan) -> list[str]:
 
 def _load_pipeline(plan: EvaluationPlan) -> Any:
     """Load the model; only the denoiser and the VAE stay on the device."""
+    if plan.detected.stored_formats:
+        logger.info(
+            "%s", describe_dequantized(plan.detected, plan.dtype, "as pictures are generated with whole weights")
+        )
     facts, pipe = plan.family.facts, plan.family.load(plan.detected, plan.dtype)
     pipe.scheduler = override_scheduler(pipe.scheduler, plan.config.noise)  # as build_objective, for previews
     merge_base_weights(pipe, plan.base_weights)

@@ -104,7 +104,7 @@ class SaveCheckpoint:
         comm, path = run.strategy.comm, self.output_dir / f"{name}-state"
         metadata = self._collect_metadata(run, pending)
         if self._shard_writer is None:
-            self._shard_writer = ShardWriter(comm)
+            self._shard_writer = ShardWriter(comm, copies=not run.strategy.has_offloaded_state_in_files)
         writer = self._shard_writer
         new, error = comm.run_on_main_and_broadcast(lambda: _try_to_create_partial_dir(path))
         json_tree, tensors = serialize_state(tree)

@@ -43,6 +43,8 @@ class FailureHandler:
             comm.all_gather_object(ProcessIdentity.get_current()),
             comm.open_key_value_store("ending"),
         )
+        self.stored_formats: tuple[str, ...] = ()
+        """The formats in which the model's files have weights quantized, once they are read."""
         self._is_handled = False
 
     def build_final_error(
@@ -83,7 +85,8 @@ class FailureHandler:
         if run is not None:
             when = f"in step {run.state.step + 1} {PHASE_DESCRIPTIONS.get(phase, '')}".rstrip()
         images = "" if batch is None else f", with {_describe_batch(batch)}"
-        first, *others = suggest_oom_fixes(self.config, phase, 1 if batch is None else len(batch))
+        batch_size = 1 if batch is None else len(batch)
+        first, *others = suggest_oom_fixes(self.config, phase, batch_size, self.stored_formats)
         more = f"\nIf that is not enough: {'; '.join(others)}." if others else ""
         return f"out of memory {when}{images}{f' ({reason})' if reason else ''}.\nTry next: {first}.{more}"
 

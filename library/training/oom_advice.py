@@ -1,12 +1,23 @@
 """What is advised after out of memory, in the order of what it costs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ..config import RunConfig
+from ..models.gguf_blocks import BLOCK_SIZES
+from ..parallel.frozen_base import MAX_REQUANTIZED_SHARE
+from ..parallel.quantize import PACKED_TYPES
+
+NF4_BYTES = 0.53
+"""Bytes of a weight in nf4, with its part of a scale."""
 
 
-def suggest_oom_fixes(config: RunConfig, phase: str, batch_size: int) -> Iterator[str]:
-    """Suggest settings that save memory: first those without cost, last those that change the LoRA."""
+def suggest_oom_fixes(
+    config: RunConfig, phase: str, batch_size: int, stored_formats: Sequence[str] = ()
+) -> Iterator[str]:
+    """Suggest settings that save memory: first those without cost, last those that change the LoRA.
+
+    ``stored_formats`` are those in which the model's files have weights quantized.
+    """
     cache, train = config.cache, config.train
     is_full, is_fused = config.adapter.is_full, config.full.fused_backward_pass
     if phase == "encode" and cache.vae_batch_size > 1:
@@ -37,8 +48,29 @@ def suggest_oom_fixes(config: RunConfig, phase: str, batch_size: int) -> Iterato
     elif can_swap and is_fused:
         yield "--blocks_to_swap N, which keeps weights and optimizer state of N blocks in host memory"
     if not is_full and config.model.quantize_base == "none" and config.deepspeed.zero_stage != 3:
-        yield "--quantize_base int8, which halves the memory of the frozen weights compared to bf16"
+        yield from _suggest_smaller_base(config, stored_formats)
     if config.optim.optimizer_type.lower() in ("adamw", "adam"):
         yield "--optimizer_type AdamW8bit"
     smaller = ", or a smaller --network_dim" if config.adapter.has_adapter else ""
     yield f"a smaller resolution in the dataset file{smaller}"
+
+
+def _suggest_smaller_base(config: RunConfig, stored_formats: Sequence[str]) -> Iterator[str]:
+    """Suggest what makes the frozen weights smaller, which may be stored quantized and stay so."""
+    if stored_formats and config.model.dequantize_base:
+        yield "leave out --dequantize_base, so that the base model takes the memory of its file"
+        return
+    if not stored_formats or config.adapter.base_weights:  # which are merged into dequantized weights
+        yield "--quantize_base int8, which halves the memory of the frozen weights compared to bf16"
+        return
+    large = [name for name in stored_formats if NF4_BYTES < MAX_REQUANTIZED_SHARE * _count_weight_bytes(name)]
+    if large:
+        yield f"--quantize_base nf4, which makes weights in {', '.join(large)} smaller"
+
+
+def _count_weight_bytes(stored_format: str) -> float:
+    """Count the bytes of one weight as a file stores it, without scales of whole rows; 0 for ordinary floats."""
+    if stored_format == "scaled":
+        return 0
+    values, nbytes = BLOCK_SIZES.get(stored_format, (2, 1) if stored_format in PACKED_TYPES else (1, 1))
+    return nbytes / values

@@ -38,6 +38,7 @@ from ..models.validate_options import collect_model_traits
 from ..optim.optimizers import is_same_optimizer
 from ..parallel.quantize import BUILT_IN_KERNEL
 from ..parallel.shard_files import load_shards
+from ..parallel.stored_base import DEQUANTIZED, describe_rounding, explain_dequantization, infer_rounding
 from ..parallel.strategy import Strategy
 from ..problems import Problem
 from . import checkpoint_dir
@@ -50,6 +51,8 @@ from .state import TrainingRun
 
 logger = logging.getLogger(__name__)
 LATEST = "latest"
+STORED_ROUNDING = "stored_rounding"
+"""What ``quantize_base`` does with weights that files store quantized, in the metadata of checkpoints."""
 COMPARED_METADATA = {
     "model": "the model",
     "data": "the images, captions or their settings",
@@ -91,6 +94,13 @@ def serialize_settings(config: RunConfig) -> dict[str, Any]:
     }
 
 
+def describe_base(config: RunConfig, strategy: Strategy, detected: DetectedModel) -> dict[str, Any]:
+    """Describe for a checkpoint how frozen weights are rounded, and by what they are dequantized."""
+    reason = explain_dequantization(config.model, config.adapter, can_quantize=strategy.can_quantize_base)
+    rounding = describe_rounding(config.model, detected.stored_formats, reason)
+    return {"nf4_kernel": strategy.nf4_kernel, STORED_ROUNDING: rounding}
+
+
 def describe_default_noise_levels(noise: NoiseConfig, detected: DetectedModel) -> str | None:
     """Describe the defaults of the model's family that a run is trained with, where they are not its pipeline's.
 
@@ -130,6 +140,7 @@ def find_changes(
     kernel, saved_kernel = current.get("nf4_kernel"), saved.get("nf4_kernel", BUILT_IN_KERNEL)
     if kernel != saved_kernel and None not in (kernel, saved_kernel):  # rounds differently, as another torch does
         yield SettingChange(NF4_KERNEL, saved_kernel, kernel, changes_result=False)
+    yield from _find_rounding_change(saved, current)
     options = {option.name: option for option in iter_options(RunConfig)}
     saved_settings = upgrade_settings(saved["settings"])
     for name, new in current["settings"].items():
@@ -140,6 +151,19 @@ def find_changes(
         if old != new and option.group != "state" and name not in without_effect:
             is_compared = option.changes_result and not option.is_compared_by_content
             yield SettingChange(name, old, new, changes_result=is_compared)
+
+
+def _find_rounding_change(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[SettingChange]:
+    """Find whether ``quantize_base`` now rounds other weights of a base that its files store quantized."""
+    new, old = current.get(STORED_ROUNDING), saved.get(STORED_ROUNDING)
+    if new is not None and STORED_ROUNDING not in saved:
+        old = infer_rounding(saved["settings"])
+    if old != new and None not in (old, new):  # else the model or quantize_base changed, too
+        fix = "add" if old == DEQUANTIZED else "remove"
+        detail = f"; to go on with the same base, {fix} --dequantize_base"
+        yield SettingChange(
+            "weights that the model's files store quantized", old, new, changes_result=True, detail=detail
+        )
 
 
 def judge_first_step(
@@ -195,7 +219,7 @@ class Resume:
                 lambda: checkpoint_dir.compute_next_run_number(self.output_dir, name)
             ),
             "versions": {"lorikeet": __version__, "torch": torch.__version__},
-            "nf4_kernel": strategy.nf4_kernel,
+            **describe_base(config, strategy, detected),
         }
         self.checkpoint = self.comm.run_on_main_and_broadcast(
             lambda: select_checkpoint(config.state, self.output_dir, name)

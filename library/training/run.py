@@ -36,8 +36,9 @@ from ..models.families import FAMILIES
 from ..models.own_families import compute_family_fingerprint, get_family_facts
 from ..models.trained_components import describe_expert_steps, describe_trained_components, list_cached_text_components
 from ..optim.lr_schedulers import build_lr_schedule
+from ..parallel.stored_base import explain_dequantization
 from ..parallel.strategy import Strategy
-from ..parallel.strategy_registry import build_strategy
+from ..parallel.strategy_registry import build_strategy, select_base_kernel
 from ..problems import Place
 from ..report import preview_grid
 from ..trackers import Trackers
@@ -112,6 +113,7 @@ def _prepare_and_train(
     for line in find_overridden_settings(config, locations):
         logger.warning("%s", line)
     detected = detect_model(config.model)
+    _prepare_stored_base(config, strategy, detected, failure_handler)
     _log_model(config, detected)
     family: Family = FAMILIES.get(detected.family)(config.model)
     check_run_settings(config, RunFacts.from_strategy(strategy, family, detected))
@@ -181,6 +183,15 @@ def _restore(run: TrainingRun, callbacks: "RunCallbacks", resume: Resume) -> Non
     if run.config.adapter.changes_base and callbacks.evaluation is not None:
         callbacks.evaluation.measure_base(run)
     resume.restore(run)
+
+
+def _prepare_stored_base(
+    config: RunConfig, strategy: Strategy, detected: DetectedModel, failure_handler: FailureHandler
+) -> None:
+    """Select the kernel of a base that its files store in nf4, unless it is dequantized; tell what is stored."""
+    failure_handler.stored_formats = detected.stored_formats
+    reason = explain_dequantization(config.model, config.adapter, can_quantize=strategy.can_quantize_base)
+    select_base_kernel(strategy, config.model.quantize_base, detected.stored_formats if reason is None else ())
 
 
 def _log_model(config: RunConfig, detected: DetectedModel) -> None:

@@ -4,6 +4,7 @@ Trained components are written from memory, tensor by tensor; the others come fr
 folder, else loaded again, since training needs neither a cached VAE nor cached text encoders.
 """
 
+import filecmp
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..adapters.component_key_names import clean_parameter_name
@@ -40,6 +42,7 @@ from .state import TrainingRun
 
 logger = logging.getLogger(__name__)
 INDEX_FILE = "model_index.json"
+FAULTY_DISK = "the disk may be faulty"
 
 
 class SaveFullModel(SaveWeights):
@@ -149,7 +152,7 @@ class SaveModel(SaveFullModel):
         source = Path(self.detected.path_or_id) / name
         if self.detected.source_type == "folder" and name not in self.detected.component_sources:
             if source.is_dir():
-                shutil.copytree(source, target)
+                copy_folder(source, target)
             return source.is_dir()
         family: Family = run.task.family
         if name not in family.facts.components:
@@ -162,8 +165,36 @@ class SaveModel(SaveFullModel):
         if self.config.save_precision is not None:
             dtype = SAVE_DTYPES[self.config.save_precision]
         component = getattr(family.load(self.detected, dtype, (name,), device=HOST), name)
-        component.save_pretrained(target)
+        if isinstance(component, nn.Module):
+            save_and_verify(component, target, component.state_dict())
+        else:
+            component.save_pretrained(target)
         return True
+
+
+def copy_folder(source: Path, target: Path) -> None:
+    """Copy a folder, and compare every file with its copy."""
+    shutil.copytree(source, target)
+    for file in sorted(each for each in source.rglob("*") if each.is_file()):
+        copied = target / file.relative_to(source)
+        if not filecmp.cmp(file, copied, shallow=False):
+            raise UserError(report_file(copied, f"reads back other than {file}", FAULTY_DISK))
+
+
+def save_and_verify(model: Any, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a model with these weights as its library does, and compare them with what is read."""
+    read: dict[str, Tensor] = {}
+    with disable_progress_bars():
+        if hasattr(model, "save_config"):  # of diffusers, whose files have the names of the modules
+            model.save_pretrained(folder)
+            for path in folder.glob("*.safetensors"):
+                read |= load_file(path)
+        else:
+            model.save_pretrained(folder, state_dict=dict(tensors))
+            read = type(model).from_pretrained(folder, dtype="auto", use_safetensors=True).state_dict()
+    for name, tensor in tensors.items():
+        if name not in read or not torch.equal(read[name], tensor):
+            raise UserError(report_file(folder, f"{name} reads back other than written", FAULTY_DISK))
 
 
 def list_merged_components(run: TrainingRun) -> dict[str, nn.Module]:
@@ -205,12 +236,7 @@ def write_component(
         return
     # transformers gives some weights other names in files, as those of the first releases.
     tensors = {name: cast_weight(read_weight(tensor), dtype) for name, tensor in component.tensors.items()}
-    with disable_progress_bars():
-        model.save_pretrained(folder, state_dict=dict(tensors))
-        read = type(model).from_pretrained(folder, dtype="auto", use_safetensors=True).state_dict()
-    for name, tensor in tensors.items():
-        if name not in read or not torch.equal(read[name], tensor):
-            raise UserError(report_file(folder, f"{name} reads back other than written", "the disk may be faulty"))
+    save_and_verify(model, folder, tensors)
 
 
 def _replace_folder(temporary: Path, path: Path) -> None:

@@ -40,6 +40,7 @@ from ..models.base import Family
 from ..models.collect_component_keys import collect_component_keys
 from ..models.detect import DetectedModel, build_control_limits
 from ..models.kohya_objective import convert_values
+from ..models.loading import describe_dequantized
 from ..models.model_configs import is_tokenizer
 from ..models.own_families import get_family_facts
 from ..models.scheduler_overrides import override_scheduler, use_original_snr
@@ -118,7 +119,7 @@ def load_training_pipeline(
     reason = explain_dequantization(config.model, config.adapter, can_quantize=strategy.can_quantize_base)
     keeps_stored = bool(detected.stored_formats) and reason is None
     if detected.stored_formats and reason is not None:
-        logger.info("weights that are stored quantized are dequantized, %s", reason)
+        logger.info("%s", describe_dequantized(detected, dtypes[family.facts.denoiser_name], reason))
     if keeps_stored or is_quantized_or_offloaded(config.model, config.train):
         # The full weights might not fit on the device.
         devices |= dict.fromkeys(family.facts.pipeline.denoisers, HOST)
@@ -127,7 +128,7 @@ def load_training_pipeline(
         names = [name for name in needed if (devices[name], dtypes[name]) == (device, loaded_dtype)]
         pipe = family.load(detected, loaded_dtype, names, pipe=pipe, device=device, keeps_stored=keeps_stored)
         for name in [each for each in names if each in family.facts.pipeline.denoisers] if keeps_stored else ():
-            keep_stored_layers(getattr(pipe, name), config.model.quantize_base)
+            keep_stored_layers(getattr(pipe, name), config.model.quantize_base, strategy.device)
     if "vae" not in needed and prompts:
         pipe = family.load(detected, dtype, family.facts.image_encoders, pipe=pipe)
     for name in family.facts.components:
@@ -402,6 +403,7 @@ def _build_task(
             or select_extended_text_encoders(config.adapter, family.facts)
         ),
         dropout=dropout,
+        conditioning_dropout_prob=config.data.conditioning_dropout_prob,
         preservation=build_preservation(config.preservation, strategy.unwrap_model(model)),
         samples_per_step=plan.samples_per_step,
         pads_texts=config.parallel.pp_size > 1,

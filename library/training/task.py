@@ -1,7 +1,7 @@
 """The training task: from a batch of images and captions to one loss per sample (encode, add noise, predict, loss)."""
 
 import random
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -94,6 +94,8 @@ class DiffusionTask:
     text_reader: TextReader | None = None  # reads cached text encoder outputs
     trains_text_encoders: bool = False
     dropout: LoraDropout | None = None
+    conditioning_dropout_prob: float = 0.0
+    """The probability of a sample without caption, without control image, and without both, each."""
     preservation: OutputPreservation | None = None
     samples_per_step: int = 1
     """The most samples of an optimizer step over all ranks, by which ``num_timestep_buckets`` counts samples."""
@@ -122,7 +124,8 @@ class DiffusionTask:
             batch = self.encode(pixel_batch, step)
         draws = partial(self._build_draws, step=step, global_positions=batch.global_positions)
         expert, quantiles = self._draw_expert(step, batch.latents)
-        batch = replace(batch, build_draws=draws, expert=expert)
+        controls = self._drop_controls(batch.control_latents, pixel_batch.captions, draws)
+        batch = replace(batch, build_draws=draws, expert=expert, control_latents=controls)
         noised = self.objective.add_noise(
             batch.latents,
             partial(self.build_generators, step=step, global_positions=batch.global_positions),
@@ -146,6 +149,21 @@ class DiffusionTask:
             other = replace(batch, cond=cond)
             outputs.append(self.preservation.build_output(self.family, self.pipe, noised, other, weights))
         return tuple(outputs)
+
+    def _drop_controls(
+        self, controls: tuple[Tensor, ...], captions: Sequence[str], build_draws: Callable[[str], list[random.Random]]
+    ) -> tuple[Tensor, ...]:
+        """Set the latents of the pictures of some samples to zero, as diffusers' training of InstructPix2Pix does.
+
+        Captions are dropped twice as often as captions alone, so half of those without caption lose their picture.
+        """
+        share = self.conditioning_dropout_prob
+        if not share or not controls:
+            return controls
+        chances = [0.5 if caption == "" else share / (1 - 2 * share) for caption in captions]
+        draws = [draw.random() for draw in build_draws(Purpose.CONTROL_DROPOUT)]
+        kept = self.to_device(torch.tensor([draw >= chance for draw, chance in zip(draws, chances, strict=True)]))
+        return tuple(each * kept.view(-1, *[1] * (each.ndim - 1)) for each in controls)
 
     def _encode_other_captions(self, pixel_batch: PixelBatch, captions: Sequence[str]) -> Cond:
         """Encode other captions of the samples with their control images, or read them from the cache."""
@@ -300,19 +318,17 @@ class DiffusionTask:
         """Encode control images, unless they are cached; diffusers' pipelines draw no samples of them either."""
         if pixel_batch.control_latents:
             return tuple(self.to_device(latents).float() for latents in pixel_batch.control_latents)
-        return tuple(self._encode_control(control, pixel_batch.pixels) for control in pixel_batch.control_pixels)
-
-    def _encode_control(self, control: Tensor, pixels: Tensor | None) -> Tensor:
-        """Encode a control image of each sample, ``vae_batch_size`` at a time."""
-        if pixels is None:
+        if not pixel_batch.control_pixels:
+            return ()
+        if pixel_batch.pixels is None:
             raise AssertionError("control images are cached together with the moments of their pictures")
-        parts = zip(*(torch.split(each, self.vae_batch_size) for each in (control, pixels)), strict=True)
+        every = (pixel_batch.pixels, *pixel_batch.control_pixels)
+        encoded = []
         with torch.autocast(self.to_device.device.type, enabled=False):  # the VAE overflows in half precision
-            encoded = [
-                self.family.encode_control(self.pipe, *(normalize_pixels(self.to_device(each)) for each in part))
-                for part in parts
-            ]
-        return torch.cat(encoded)
+            for part in zip(*(torch.split(each, self.vae_batch_size) for each in every), strict=True):
+                pixels, *controls = (normalize_pixels(self.to_device(each)) for each in part)
+                encoded.append(self.family.encode_controls(self.pipe, controls, pixels))
+        return tuple(map(torch.cat, zip(*encoded, strict=True)))
 
     def encode_moments(self, pixels: Tensor | None) -> Moments:
         """Encode images with the VAE, ``vae_batch_size`` at a time."""

@@ -24,6 +24,8 @@ class FamilyPreset:
     model: str
     settings: Mapping[str, Any]
     is_for_gpu: bool = True
+    num_parameters: int = 0
+    """The number of parameters of the denoiser of ``model``."""
 
     def build_values(self) -> dict[str, Any]:
         model = {"pretrained_model_name_or_path": self.model} if self.model else {}
@@ -31,9 +33,19 @@ class FamilyPreset:
         return {**model, **self.settings, **gpu, "save_state": True}
 
 
-def _build_preset(title: str, model: str, alpha: str = "16") -> FamilyPreset:
-    settings = {"network_dim": "16", "network_alpha": alpha, "learning_rate": "1e-4", "max_train_steps": "1500"}
-    return FamilyPreset(title, model, settings | {"network_train_unet_only": True})
+def _build_preset(title: str, model: str, num_parameters: int, alpha: str = "16") -> FamilyPreset:
+    settings: dict[str, Any] = {
+        "network_dim": "16",
+        "network_alpha": alpha,
+        "learning_rate": "1e-4",
+        "max_train_steps": "1500",
+    }
+    settings |= {"network_train_unet_only": True}
+    return FamilyPreset(title, model, settings, num_parameters=num_parameters)
+
+
+def _count(family: str) -> int:
+    return FAMILY_FACTS[family].pipeline.num_parameters
 
 
 CHOSEN_PRESETS: Mapping[str, FamilyPreset] = {
@@ -44,19 +56,22 @@ CHOSEN_PRESETS: Mapping[str, FamilyPreset] = {
         | {"lr_scheduler": "cosine", "lr_warmup_steps": "5%", "max_train_steps": "300", "seed": "1"},
         is_for_gpu=False,
     ),
-    "sd1": _build_preset("Stable Diffusion 1.5", "stable-diffusion-v1-5/stable-diffusion-v1-5", "8"),
-    "sdxl": _build_preset("Stable Diffusion XL", "stabilityai/stable-diffusion-xl-base-1.0", "8"),
-    "sd3": _build_preset("Stable Diffusion 3.5 medium", "stabilityai/stable-diffusion-3.5-medium"),
-    "flux": _build_preset("FLUX.1 dev", "black-forest-labs/FLUX.1-dev"),
-    "flux2_klein_4b": _build_preset("FLUX.2 klein 4B", "black-forest-labs/FLUX.2-klein-base-4B"),
-    "flux2_klein": _build_preset("FLUX.2 klein 9B", "black-forest-labs/FLUX.2-klein-base-9B"),
+    "sd1": _build_preset("Stable Diffusion 1.5", "stable-diffusion-v1-5/stable-diffusion-v1-5", _count("sd1"), "8"),
+    "sdxl": _build_preset("Stable Diffusion XL", "stabilityai/stable-diffusion-xl-base-1.0", _count("sdxl"), "8"),
+    "sd3": _build_preset("Stable Diffusion 3.5 medium", "stabilityai/stable-diffusion-3.5-medium", 2_243_171_520),
+    "flux": _build_preset("FLUX.1 dev", "black-forest-labs/FLUX.1-dev", _count("flux")),
+    "flux2_klein_4b": _build_preset("FLUX.2 klein 4B", "black-forest-labs/FLUX.2-klein-base-4B", 3_875_544_576),
+    "flux2_klein": _build_preset("FLUX.2 klein 9B", "black-forest-labs/FLUX.2-klein-base-9B", _count("flux2_klein")),
 }
 """Starting points of models for which more is known; those of all other families follow."""
+
+SMALLER_MODELS: Mapping[str, int] = {"wan": 1_418_996_800, "kandinsky5_video": 2_007_702_848}
+"""The parameters of presets that are not the largest model of their family."""
 
 PRESETS: Mapping[str, FamilyPreset] = {
     **CHOSEN_PRESETS,
     **{
-        name: _build_preset(facts.title, facts.pipeline.hub_id)
+        name: _build_preset(facts.title, facts.pipeline.hub_id, SMALLER_MODELS.get(name) or _count(name))
         for name, facts in FAMILY_FACTS.items()
         if facts.pipeline.hub_id and name not in CHOSEN_PRESETS
     },

@@ -1,7 +1,6 @@
 """Pages of runs: the list, one run with charts, previews, settings, log and files, and several runs compared."""
 
 import glob
-from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -10,7 +9,7 @@ from starlette.routing import Route
 
 from ..errors import UserError
 from ..problems import report_file
-from ..report.charts import Chart, build_comparison_charts, build_curves, build_group_charts, build_validation_charts
+from ..report.charts import build_comparison_charts, build_curves, build_group_charts, build_validation_charts
 from ..report.page import (
     RunSummary,
     collect_update_norms,
@@ -19,10 +18,11 @@ from ..report.page import (
     format_report_page,
 )
 from .job_pages import list_queue
+from .languages.chart_texts import export_charts
 from .run_edit_pages import list_deleted
 from .run_previews import export_compared_previews, export_previews
 from .runs import Run, RunOverview, RunReader, compare_settings
-from .workbench import JSONAnswer, get_workbench, render_page
+from .workbench import JSONAnswer, get_translator, get_workbench, render_page
 
 MAX_COMPARED = 8
 
@@ -65,6 +65,7 @@ def send_charts(request: Request) -> Response:
     table, is_complete = reader.read_table(run)
     overview, summary = reader.describe(key, run), reader.read_summary(run)
     job = get_workbench(request).queue.find_job(run.folder, run.name)
+    translate = get_translator(request)
     return JSONAnswer(
         {
             "is_complete": is_complete,
@@ -74,10 +75,10 @@ def send_charts(request: Request) -> Response:
             "seconds_left": overview.seconds_left,
             "watt_hours": job.watt_hours if job is not None else None,
             "facts": describe_progress(summary or _build_unknown_summary(run), table) if table.num_lines else "",
-            "curves": _export_charts(build_curves(table)),
-            "validation": _export_charts(build_validation_charts(table)),
+            "curves": export_charts(build_curves(table), translate),
+            "validation": export_charts(build_validation_charts(table), translate),
             "verdict": describe_validation(table),
-            "groups": _export_charts(build_group_charts(table)),
+            "groups": export_charts(build_group_charts(table), translate),
             "norms": collect_update_norms(table),
         }
     )
@@ -133,7 +134,8 @@ def send_comparison(request: Request) -> Response:
         table, has_all = reader.read_table(run)
         name = run.name if run.name not in tables else f"{run.name} ({run.folder.name})"
         tables[name if name not in tables else key], is_complete = table, is_complete and has_all
-    return JSONAnswer({"is_complete": is_complete, "curves": _export_charts(build_comparison_charts(tables))})
+    charts = export_charts(build_comparison_charts(tables), get_translator(request), names_are_runs=True)
+    return JSONAnswer({"is_complete": is_complete, "curves": charts})
 
 
 def send_image(request: Request) -> Response:
@@ -195,10 +197,6 @@ def _build_unknown_summary(run: Run) -> RunSummary:
         num_processes=1,
         mixed_precision="unknown",
     )
-
-
-def _export_charts(charts: Sequence[Chart]) -> list[dict[str, Any]]:
-    return [chart.export_json() for chart in charts]
 
 
 ROUTES = (

@@ -3,7 +3,7 @@
 import json
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from .jobs import JobQueue
 from .languages.catalogue import (
     LANGUAGES,
     build_translated_environment,
+    build_translator,
     choose_language,
     list_script_texts,
     read_catalogue,
@@ -51,6 +52,7 @@ class Workbench:
     def __post_init__(self) -> None:
         self.templates: dict[str, Any] = {}
         self.script_texts: dict[str, Mapping[str, str]] = {}
+        self.translators: dict[str, Callable[..., str]] = {}
         self.runs = RunReader(self.folders)
         self.pictures = PictureShelf(self.folders)
         self.forms = FormChecker(self.folders)
@@ -69,6 +71,12 @@ class Workbench:
             self.script_texts[language] = {text: catalogue[text] for text in list_script_texts() if text in catalogue}
             self.templates[language] = build_translated_environment(language)
         return self.templates[language]
+
+    def get_translator(self, language: str) -> Callable[..., str]:
+        """Return the function that looks texts up in a language."""
+        if language not in self.translators:
+            self.translators[language] = build_translator(language)
+        return self.translators[language]
 
     def get_editor(self, pictures: PictureSet) -> CaptionEditor:
         """Return the editor of a picture set; a new scan has a new one, which can undo the edits of the one before."""
@@ -97,11 +105,20 @@ def get_workbench(request: Request) -> Workbench:
     return workbench
 
 
+def _get_language(request: Request) -> str:
+    return choose_language(request.cookies, request.headers.get("accept-language", ""))
+
+
+def get_translator(request: Request) -> Callable[..., str]:
+    """Return what translates texts into the language of a request."""
+    return get_workbench(request).get_translator(_get_language(request))
+
+
 def render_page(request: Request, template: str, values: Mapping[str, Any], status: int = 200) -> Response:
     """Render a template with what every page shows."""
     workbench = get_workbench(request)
     section = request.url.path.split("/")[1]
-    language = choose_language(request.cookies, request.headers.get("accept-language", ""))
+    language = _get_language(request)
     page = (
         workbench.get_templates(language)
         .get_template(template)

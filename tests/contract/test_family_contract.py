@@ -59,6 +59,9 @@ def test_a_preview_of_several_frames_is_the_clip_that_the_diffusers_pipeline_sam
     shrink_references(monkeypatch)
     family, tiny = build_case(name)
     num_frames = family.facts.pipeline.frames.stride + 1
+    if tiny.controls:
+        clips = family.build_control_clip_kwargs(tiny.pipe, [[image] * num_frames for image in tiny.controls])
+        tiny = replace(tiny, texts={**tiny.texts, **clips})
     theirs = tiny.pipe(
         prompt="a red circle",
         **tiny.build_negative(tiny.pipe, "blue"),

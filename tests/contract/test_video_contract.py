@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from family_cases import ForwardOnlyWrapper, Recorder, assert_same_call, build_case, make_generators
-from tiny_pipelines import HEIGHT, WIDTH, shrink_references
+from tiny_pipelines import HEIGHT, WIDTH, draw_control_clips, encode_control_clips, shrink_references
 
 from library.models.families import FAMILY_FACTS, IMAGE_TO_VIDEO_FAMILIES
 
@@ -64,9 +64,13 @@ def test_the_denoiser_gets_clips_as_from_the_diffusers_pipeline_and_latents_are_
     family, tiny = video_case
     pipe, frames = tiny.pipe, family.facts.pipeline.frames.stride + 1
     latents = family.encode_moments(pipe, make_clips(family)).sample(make_generators())
+    controls = draw_control_clips(family.facts.control.num_images[1], frames)
     batch = replace(tiny.batch, latents=latents, frame_cond=encode_frame_images(family, tiny))
     denoiser = getattr(pipe, family.facts.denoiser_name)
     record, options = Recorder(denoiser), {**tiny.call, "num_frames": frames, "height": HEIGHT, "width": WIDTH}
+    if controls:  # all that the model takes, such as a mask over time
+        batch = replace(batch, control_latents=encode_control_clips(family, pipe, controls))
+        options |= family.build_control_clip_kwargs(pipe, controls)
     options |= {tiny.scale: tiny.guidance_off, "num_inference_steps": 2}
     theirs = pipe(**options, latents=tiny.pack_latents(latents), output_type="pt").frames
     t = tiny.convert_timesteps(torch.full((2,), float(pipe.scheduler.timesteps[0])))
@@ -75,9 +79,10 @@ def test_the_denoiser_gets_clips_as_from_the_diffusers_pipeline_and_latents_are_
 
     assert ours.shape == latents.shape
     simplify = tiny.simplify_call
-    if tiny.frame_images:  # whose latents the pipeline multiplies by what they are divided by here
-        inputs = [record.calls[number]["hidden_states"] for number in (-1, 0)]
-        torch.testing.assert_close(*inputs, rtol=1e-4, atol=1e-4)
+    if tiny.frame_images or controls:  # whose latents the pipeline multiplies by what they are divided by here
+        for name in ("hidden_states", *(["control_hidden_states"] if controls else [])):
+            inputs = [record.calls[number][name] for number in (-1, 0)]
+            torch.testing.assert_close(*inputs, rtol=1e-4, atol=1e-4)
     else:
         assert_same_call(simplify(record.calls[-1]), simplify(record.calls[0]))
     torch.testing.assert_close(record.outputs[-1], record.outputs[0], rtol=1e-3, atol=1e-4)

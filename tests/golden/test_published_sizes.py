@@ -32,6 +32,7 @@ from library.models.model_configs import (
     list_family_configs,
     load_bundled_config,
 )
+from library.web.presets import PRESETS
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 
@@ -115,6 +116,8 @@ COUNTS = {
     ("wan_i2v", "transformer"): 16_394_878_784,
     ("wan_i2v", "image_encoder"): 630_766_080,
     ("wan_flf2v", "transformer"): 16_395_536_704,
+    ("wan_vace", "transformer"): 2_153_972_032,
+    ("wan_vace_14b", "transformer"): 17_337_592_896,
     ("wan22_t2v", "transformer_2"): 14_288_491_584,
     ("wan22_t2v", "transformer"): 14_288_491_584,
     ("wan22_i2v", "transformer"): 14_288_901_184,
@@ -363,7 +366,7 @@ def test_files_of_published_size_are_detected_with_original_and_diffusers_keys(c
     (
         "sd3 sd3_5_medium flux flux_schnell chroma flux2_dev flux2_klein_4b z_image aura_flow lumina2 ovis_image "
         "longcat_image krea2 anima flux3 hunyuan_image qwen_image21 pixart_sigma wan wan_14b "
-        "wan_i2v wan_flf2v hunyuan_video hunyuan_video15"
+        "wan_i2v wan_flf2v wan_vace hunyuan_video hunyuan_video15"
     ).split(),
 )
 @pytest.mark.slow
@@ -426,3 +429,22 @@ def test_the_file_of_qwen_image_edit_2511_is_told_from_qwen_image_by_its_mark():
     assert match(shapes) == {name: name for name in names}
     marked = match(shapes | {"__index_timestep_zero__": (0,)})
     assert marked == {**dict.fromkeys(names), "qwen_image_edit_plus": "qwen_image_edit_plus_2511"}
+
+
+def test_presets_state_the_parameters_of_the_model_that_they_download():
+    """Those of one of the family's models; where its name says how many billions, near that."""
+    num_named = 0
+    for name, preset in PRESETS.items():
+        family = name if name in FAMILY_FACTS else "flux2_klein"
+        if not preset.model:
+            continue
+        assert preset.num_parameters in {
+            COUNTS[config, part]
+            for config, part in COUNTS
+            if get_family_name(config) == family and part == FAMILY_FACTS[family].denoiser_name
+        }, name
+        if found := re.search(r"-(\d+(?:\.\d+)?)b\b", preset.model.replace("_", "-"), re.IGNORECASE):
+            assert preset.num_parameters / 1e9 == pytest.approx(float(found[1]), rel=0.2), name
+            num_named += 1
+    assert num_named > 10
+    assert PRESETS["kandinsky5_video"].num_parameters == COUNTS["kandinsky5_video", "transformer"], "Lite"

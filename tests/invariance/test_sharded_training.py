@@ -199,19 +199,18 @@ def test_optimizers_that_need_whole_weights_are_refused_by_name_with_the_reason(
 
 
 @pytest.mark.quick
-def test_files_for_the_weights_of_zero_stage_3_are_refused_for_trained_weights(tmp_path):
-    nvme = f"--offload_param_device nvme --offload_param_nvme_path {tmp_path}"
-    config = parse_config(f"--train full {ZERO_3} {nvme}".split()).config
-    assert format_lines(validate_deepspeed(config, World())) == [
-        "--offload_param_device nvme: DeepSpeed keeps the weights that its optimizer updates in memory, so files"
-        " would be a second copy of them; use cpu"
-    ]
-    config = parse_config(f"--train full {ZERO_3} --offload_optimizer_device nvme".split()).config
-    assert format_lines(validate_deepspeed(config, World())) == [
-        "--offload_optimizer_device nvme: not supported: checkpoints and resuming need the optimizer state in memory;"
-        " use cpu"
-    ]
-    for more in ("", "--offload_param_device cpu"):
+def test_offloading_to_files_needs_zero_stage_3_and_a_folder(tmp_path):
+    files = "--offload_optimizer_device nvme --offload_optimizer_nvme_path"
+    for flags, expected in {
+        f"--train full {ZERO_3} --offload_optimizer_device nvme": "--offload_optimizer_device nvme: set"
+        " --offload_optimizer_nvme_path, a directory on a fast disk of each machine",
+        f"--train full {ZERO_3} {files} {tmp_path}/missing": f"--offload_optimizer_nvme_path {tmp_path}/missing: not a"
+        " writable directory on this machine",
+        f"--train full --deepspeed --zero_stage 2 {files} {tmp_path}": "--offload_optimizer_device nvme: checkpoints of"
+        " ZeRO stages 1 and 2 need the optimizer state in memory; set --zero_stage 3, or use cpu",
+    }.items():
+        assert format_lines(validate_deepspeed(parse_config(flags.split()).config, World())) == [expected]
+    for more in ("", "--offload_param_device cpu", f"{files} {tmp_path}"):
         assert not [*validate_deepspeed(parse_config(f"--train full {ZERO_3} {more}".split()).config, World())]
 
 
@@ -436,6 +435,54 @@ def test_a_run_of_zero_3_goes_on_to_the_bit_and_with_another_strategy_with_the_s
     for name in ("alone", "fsdp"):
         for model in ("lora", "lora-ema"):
             assert max_difference(whole / model, copies[name] / model) < 1e-5, (name, model)
+
+
+def train_in_files(*flags: str) -> tuple[str, int]:
+    """Train with even small tensors in files; return the file that was saved, and the bytes that are in files."""
+    from library.parallel.deepspeed import mapped_memory
+    from library.training import loop
+
+    mapped_memory.MIN_BYTES, clip, sizes = 1, loop._clip_gradients, [0]
+
+    def measure(*args):
+        ranges = [line.split()[0].split("-") for line in Path("/proc/self/maps").open() if "/lorikeet-memory-" in line]
+        sizes.append(sum(int(end, 16) - int(start, 16) for start, end in ranges))
+        return clip(*args)
+
+    loop._clip_gradients = measure
+    return train(*flags), sizes[-1]
+
+
+@pytest.mark.slow
+def test_offloading_to_files_is_offloading_to_memory_to_the_bit_and_is_resumed(even_dataset, tmp_path):
+    pytest.importorskip("deepspeed")
+    environment = launch_zero_3_that_keeps_nothing_gathered(tmp_path)
+    (tmp_path / "disk").mkdir()
+    kinds = ("optimizer", "param")
+    memory = [word for kind in kinds for word in (f"--offload_{kind}_device", "cpu")]
+    files = [word for kind in kinds for word in (f"--offload_{kind}_device", "nvme")]
+    files += [word for kind in kinds for word in (f"--offload_{kind}_nvme_path", str(tmp_path / "disk"))]
+    adamw = (*RESUMED, "--optimizer_type", "AdamW", "--optimizer_args", "weight_decay=0.01", "--learning_rate", "1e-3")
+
+    def run(name: str, *flags: str) -> list[tuple[str, int]]:
+        words = build_flags(even_dataset, tmp_path / name, 2, *adamw, "--deepspeed", *flags)
+        return run_on_ranks(2, train_in_files, *words, environment=environment)
+
+    assert all(size == 0 for _, size in run("memory", *memory))
+    sizes = [size for _, size in run("files", *files)]
+    trained = load_file(tmp_path / "files" / "lora" / "unet" / "diffusion_pytorch_model.safetensors")
+    weights = sum(each.nbytes for each in trained.values())
+    # Weights, their copy that is updated, its gradients, and two moments, of which each rank has half.
+    assert all(size > 4.5 * weights / 2 for size in sizes), (sizes, weights)
+    for name in ("lora", "lora-ema", "lora-state"):
+        assert_equal_to_the_bit(tmp_path / "memory" / name, tmp_path / "files" / name)
+    resumed = copy_as_killed(tmp_path / "files", tmp_path / "resumed", 2)
+    for name in ("lora", "lora-ema"):
+        shutil.rmtree(resumed / name)
+    run("resumed", *files)
+    for name in ("lora", "lora-ema", "lora-state"):
+        assert_equal_to_the_bit(tmp_path / "memory" / name, resumed / name)
+    assert not [*(tmp_path / "disk").glob("lorikeet-memory-*")]
 
 
 @pytest.mark.slow

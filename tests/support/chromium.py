@@ -18,7 +18,23 @@ from typing import Any
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 KEYS = {"Tab": 9, "Enter": 13, " ": 32, "Escape": 27, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
 KEYS |= {"End": 35, "Home": 36}
+KEYS |= {"Delete": 46, "f": 70}
 TEXT_KEYS = {"Enter": "\r", " ": " "}
+
+LOOK = """(selector) => {
+  const active = document.activeElement, box = active.getBoundingClientRect(), name = active.id || active.outerHTML;
+  if (active === document.body) return ["", false];
+  const x = Math.min(Math.max(box.left, 0) + box.right, 2 * innerWidth) / 2;
+  const y = (Math.max(box.top, 0) + Math.min(box.bottom, innerHeight)) / 2;
+  const shown = document.elementFromPoint(x, y), holder = active.closest(".option-card") ?? active;
+  if (!shown || !active.contains(shown) && !shown.contains(active)) return [`hidden: ${name}`, active.matches(selector)];
+  const isMarked = [active, holder].some((each) => {
+    const style = getComputedStyle(each);
+    return style.outlineStyle !== "none" && parseFloat(style.outlineWidth) > 0;
+  });
+  return [isMarked ? "" : `not marked: ${name}`, active.matches(selector)];
+}"""
+"""What is wrong with how the focus is seen, and whether it has arrived."""
 
 
 def find_chromium() -> str | None:
@@ -36,6 +52,7 @@ class Chromium:
         command += [f"--user-data-dir={profile}", "--no-first-run", "--disable-extensions", "about:blank"]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.loop, self.errors, self.timeout = asyncio.new_event_loop(), list[str](), 60.0
+        self.faults, self.file_choosers = set[str](), list[int]()
         self._number, self.width, self.height = 0, width, height
         address = next(found[1] for line in self.process.stderr if (found := re.search(r"ws://([\w.:]+)/", line)))
         self.session = self.loop.run_until_complete(self._make_session(aiohttp))
@@ -65,9 +82,11 @@ class Chromium:
             if answer.get("id") == message["id"]:
                 assert "error" not in answer, f"{message['method']}: {answer['error']}"
                 return answer["result"]
-            self._note_error(answer)
+            self._note_event(answer)
 
-    def _note_error(self, event: dict[str, Any]) -> None:
+    def _note_event(self, event: dict[str, Any]) -> None:
+        if event.get("method") == "Page.fileChooserOpened":
+            self.file_choosers.append(event["params"]["backendNodeId"])
         if event.get("method") == "Runtime.exceptionThrown":
             details = event["params"]["exceptionDetails"]
             self.errors.append(details.get("exception", {}).get("description", details["text"]))
@@ -135,12 +154,48 @@ class Chromium:
         self.call("Input.dispatchKeyEvent", type="keyUp", modifiers=modifiers, **facts)
 
     def walk_to(self, selector: str, steps: int = 150, modifiers: int = 0) -> None:
-        """Press Tab until an element has the focus."""
+        """Press Tab until an element has the focus; where that is not seen on the way is noted in ``faults``."""
         for _ in range(steps):
             self.press("Tab", modifiers)
-            if self.evaluate(f"document.activeElement.matches({json.dumps(selector)})"):
+            fault, has_arrived = self.evaluate(f"({LOOK})({json.dumps(selector)})")
+            self.faults |= {fault} - {""}
+            if has_arrived:
                 return
         raise AssertionError(f"{selector} is not reached by Tab")
+
+    def use(self, selector: str, key: str = "Enter", modifiers: int = 0) -> None:
+        """Walk to an element and press a key there."""
+        self.walk_to(selector, modifiers=modifiers)
+        self.press(key)
+
+    def wait_for_focus(self, selector: str) -> None:
+        self.wait_for(f"document.activeElement.matches({json.dumps(selector)})")
+
+    def answer_file_chooser(self, files: Sequence[Path], key: str = "Enter") -> None:
+        """Press a key that opens the dialog for files, and choose some there."""
+        self.call("Page.setInterceptFileChooserDialog", enabled=True)
+        self.press(key)
+        deadline = time.monotonic() + self.timeout
+        while not self.file_choosers and time.monotonic() < deadline:
+            self.evaluate("0")
+        node = self.file_choosers.pop()
+        self.call("DOM.setFileInputFiles", files=[*map(str, files)], backendNodeId=node)
+        self.call("Page.setInterceptFileChooserDialog", enabled=False)
+
+    def list_unnamed_controls(self) -> list[str]:
+        """List what can have the focus and has no name for a screen reader, by the accessibility tree of the page."""
+        found = []
+        for node in self.call("Accessibility.getFullAXTree")["nodes"]:
+            role = node.get("role", {}).get("value", "")
+            can_focus = any(
+                each["name"] == "focusable" and each["value"]["value"] for each in node.get("properties", [])
+            )
+            if node.get("ignored") or role == "RootWebArea" or not (can_focus or role == "progressbar"):
+                continue
+            if not node.get("name", {}).get("value", "").strip():
+                described = self.call("DOM.describeNode", backendNodeId=node["backendDOMNodeId"])["node"]
+                found.append(f"{role}: {described['nodeName']} {described.get('attributes')}")
+        return found
 
     def drop(self, selector: str, files: Sequence[Path]) -> None:
         """Drop files or folders onto an element, as from a file manager."""

@@ -30,6 +30,8 @@ _VAES = {
 }
 """How to write each class of VAE with the names of published files; others have those of diffusers."""
 
+EXPERTS = ("wan22_t2v", "wan22_i2v")
+"""Families of two denoisers, with a file each."""
 MARKS = {"qwen_image_edit_plus_2511": "__index_timestep_zero__"}
 
 
@@ -47,8 +49,10 @@ def convert_vae(vae: nn.Module) -> dict[str, Tensor]:
     return _VAES.get("residual" if is_residual else name, nn.Module.state_dict)(vae)
 
 
-def convert_denoiser(family: str, pipe: Any) -> dict[str, Tensor]:
-    """Convert the denoiser to the names of its published file, without prefix."""
+def convert_denoiser(family: str, pipe: Any, part: str | None = None) -> dict[str, Tensor]:
+    """Convert the denoiser, or that of two which is named, to the names of its published file, without prefix."""
+    transformer = getattr(pipe, part or "transformer", None)
+    transformer = getattr(transformer, "high_noise", transformer)  # of two experts as one denoiser
     if family == "anima":
         return original_checkpoints.build_anima_files(pipe)["transformer"]
     if hasattr(pipe, "unet"):
@@ -57,14 +61,15 @@ def convert_denoiser(family: str, pipe: Any) -> dict[str, Tensor]:
     base = {"longcat_image_edit": "longcat_image"}.get(family, family)
     base = "flux" if family in ("flux_kontext", "flux_fill", "flux_control") else base
     base = "qwen_image" if family.startswith("qwen_image_edit") else base
-    base = "wan" if family == "skyreels_v2" else base
-    return original_checkpoints.TRANSFORMERS.get(base, nn.Module.state_dict)(pipe.transformer)
+    base = "wan" if family in ("skyreels_v2", *EXPERTS) else base
+    return original_checkpoints.TRANSFORMERS.get(base, nn.Module.state_dict)(transformer)
 
 
 def build_files(family: str, pipe: Any) -> dict[str, dict[str, Tensor]]:
     """Build the tensors of each component's own file, as ComfyUI has them."""
     facts = FAMILY_FACTS[family]
-    files = {facts.denoiser_name: convert_denoiser(family, pipe), "vae": convert_vae(pipe.vae)}
+    files = {part: convert_denoiser(family, pipe, part) for part in facts.pipeline.denoisers}
+    files["vae"] = convert_vae(pipe.vae)
     for name in facts.text.components:
         if not is_tokenizer(name) and name != "text_conditioner":
             files[name] = original_checkpoints.convert_text_encoder(getattr(pipe, name))
@@ -97,10 +102,10 @@ def build_options(family: str, paths: Mapping[str, str], tokenizers: str, **othe
     """Build the options for a model in separate files."""
     facts = FAMILY_FACTS[family]
     options = {component: option for option, component in facts.options.components.items()}
-    components = {options[name]: path for name, path in paths.items() if name != facts.denoiser_name}
+    components = {options[name]: path for name, path in paths.items() if name != facts.file_denoiser}
     is_named = facts.pipeline.kind == "edit" or family in ("skyreels_v2", "hunyuan_video15_i2v", "wan22_ti2v")
     named = {"family": family} if is_named else {}
-    return ModelConfig(paths[facts.denoiser_name], tokenizer_cache_dir=tokenizers, **components, **named, **others)
+    return ModelConfig(paths[facts.file_denoiser], tokenizer_cache_dir=tokenizers, **components, **named, **others)
 
 
 def write_separate_files(family: str, pipe: Any, folder: Path, **others: Any) -> ModelConfig:

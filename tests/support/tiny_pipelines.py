@@ -28,7 +28,7 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwen
 from diffusers.pipelines.skyreels_v2 import pipeline_skyreels_v2
 from diffusers.pipelines.stable_diffusion import pipeline_stable_diffusion_inpaint
 from diffusers.pipelines.stable_diffusion_xl import pipeline_stable_diffusion_xl_inpaint
-from diffusers.pipelines.wan import pipeline_wan, pipeline_wan_i2v
+from diffusers.pipelines.wan import pipeline_wan, pipeline_wan_i2v, pipeline_wan_vace
 from diffusers.pipelines.wan.pipeline_wan_video2video import retrieve_latents
 from diffusers.utils.torch_utils import randn_tensor
 from PIL import Image
@@ -40,6 +40,7 @@ from library.models.families import FAMILIES, IMAGE_TO_VIDEO_FAMILIES
 from library.models.loading import import_model_class
 from library.models.model_configs import load_bundled_config
 from library.models.weights import build_random_component
+from library.registry import copy_class_name
 from library.tools.family_check.cases import HEIGHT, WIDTH, TinyCase, build_batch, return_unchanged
 
 
@@ -506,7 +507,7 @@ def shrink_references(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     for module in INPAINTING_PIPELINES:  # which draw a sample of the latents that the mask leaves
         monkeypatch.setattr(module, "retrieve_latents", lambda encoded, **_: encoded.latent_dist.mode())
-    for module in (pipeline_wan, pipeline_wan_i2v, pipeline_skyreels_v2, pipeline_prx):
+    for module in (pipeline_wan, pipeline_wan_i2v, pipeline_wan_vace, pipeline_skyreels_v2, pipeline_prx):
         monkeypatch.setattr(module, "ftfy", SimpleNamespace(fix_text=lambda text: text), raising=False)
     monkeypatch.setattr(pipeline_longcat_image_edit, "calculate_dimensions", lambda area, ratio: (WIDTH, HEIGHT))
     monkeypatch.setattr(
@@ -925,6 +926,60 @@ def wan_i2v() -> TinyCase:
 
 def wan_flf2v() -> TinyCase:
     return _add_frame_images(wan("wan_flf2v"), "image", "last_image")
+
+
+def draw_control_clips(num_clips: int, num_frames: int) -> list[list[Image.Image]]:
+    """A control clip, and a mask that moves; no two frames are alike."""
+    masks = [Image.new("RGB", (WIDTH, HEIGHT)) for _ in range(num_frames)]
+    for number, mask in enumerate(masks):
+        mask.paste((255, 255, 255), (11 + number, 19, 60 + number, 45))
+    return [[draw_frame_image(number) for number in range(num_frames)], masks][:num_clips]
+
+
+def encode_control_clips(family: Any, pipe: Any, clips: Sequence[Sequence[Image.Image]]) -> tuple[Tensor, ...]:
+    """What the family makes of control clips, for two samples that have the same."""
+    pixels = [pipe.video_processor.preprocess_video(list(clip), HEIGHT, WIDTH) for clip in clips]
+    with torch.no_grad():
+        encoded = family.encode_controls(pipe, pixels, torch.zeros_like(pixels[0]))
+    return tuple(each.expand(2, *each.shape[1:]) for each in encoded)
+
+
+class RepeatedVACE(diffusers.WanVACEPipeline):
+    """The pipeline of VACE, which takes one text and one clip at a time, with the same conditions for all rows."""
+
+    num_rows = 1
+
+    def __call__(self, prompt: Any = None, **arguments: Any) -> Any:
+        return super().__call__(prompt=prompt[0] if isinstance(prompt, list) else prompt, **arguments)
+
+    def preprocess_conditions(self, video: Any, mask: Any, references: Any, batch_size: int, *others: Any) -> Any:
+        self.num_rows = batch_size
+        return super().preprocess_conditions(video, mask, references, 1, *others)
+
+    def prepare_video_latents(self, *args: Any) -> Tensor:
+        return super().prepare_video_latents(*args).expand(self.num_rows, -1, -1, -1, -1)
+
+    def prepare_masks(self, *args: Any) -> Tensor:
+        return super().prepare_masks(*args).expand(self.num_rows, -1, -1, -1, -1)
+
+
+def wan_vace() -> TinyCase:
+    tiny, ((image,),) = wan("wan_vace"), draw_control_clips(1, 1)
+    tiny.pipe.__class__ = copy_class_name(RepeatedVACE, diffusers.WanVACEPipeline)
+    latents = encode_control_clips(FAMILIES.get("wan_vace")(), tiny.pipe, [[image]])
+    arguments = {"video": [image]}
+    return replace(
+        tiny,
+        batch=replace(tiny.batch, control_latents=latents),
+        call={**tiny.call, **arguments},
+        sizes={**tiny.sizes, **arguments},
+        texts={**tiny.texts, **arguments},
+        controls=(image,),
+        encodes_prompts_alone=True,
+        blocks=("WanVACETransformerBlock",),
+        untrained=r".*\.proj_(in|out)$",
+        tolerances={"rtol": 1e-5, "atol": 1e-5},  # of latents that are divided here, and multiplied there
+    )
 
 
 def wan22_t2v() -> TinyCase:
@@ -1576,6 +1631,7 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "wan": wan,
     "wan_i2v": wan_i2v,
     "wan_flf2v": wan_flf2v,
+    "wan_vace": wan_vace,
     "wan22_t2v": wan22_t2v,
     "wan22_i2v": wan22_i2v,
     "wan22_ti2v": wan22_ti2v,

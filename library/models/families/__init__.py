@@ -63,6 +63,7 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "wan": ".wan:Wan",
         "wan_i2v": ".wan_i2v:WanI2V",
         "wan_flf2v": ".wan_i2v:WanFLF2V",
+        "wan_vace": ".wan_vace:WanVACE",
         "wan22_t2v": ".wan22_experts:WanT2VExperts",
         "wan22_i2v": ".wan22_experts:WanI2VExperts",
         "wan22_ti2v": ".wan22_ti2v:WanTI2V",

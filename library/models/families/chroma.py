@@ -160,6 +160,9 @@ FACTS = FamilyFacts(
 class Chroma(Family):
     facts = FACTS
 
+    def get_pipeline_class(self) -> Any:
+        return _build_pipeline_class()
+
     @classmethod
     def prepare_denoiser(cls, denoiser: Any) -> None:
         denoiser.__class__ = _build_transformer_class()
@@ -175,7 +178,7 @@ class Chroma(Family):
             embeds, mask = pipe._get_t5_prompt_embeds(
                 list(prompts), max_sequence_length=self._max_tokens, device=pipe.text_encoder.device
             )
-        return {"embeds": embeds, "mask": mask}
+        return {"embeds": embeds, "mask": mask.to(embeds.dtype)}
 
     def encode_prompts_on_meta(self, pipe: Any, prompts: Sequence[str]) -> Cond:
         import torch
@@ -207,7 +210,6 @@ class Chroma(Family):
             encoder_hidden_states=embeds,
             txt_ids=noisy_latents.new_zeros(embeds.shape[1], 3),
             img_ids=copy_constant(img_ids, noisy_latents.device),
-            # Booleans hide padding, as in the model's own code; the pipeline's numbers only add to the attention.
             attention_mask=torch.cat([mask, image_mask], dim=1),
             joint_attention_kwargs=None,
             return_dict=False,
@@ -220,6 +222,23 @@ class Chroma(Family):
             "prompt_attention_mask": cast("Tensor", cond["mask"]) > 0.5,
             "negative_prompt_attention_mask": cast("Tensor", negative_cond["mask"]) > 0.5,
         }
+
+
+def _build_pipeline_class() -> Any:
+    """diffusers' pipeline with booleans as the mask of a prompt, which hide padding, as in the model's own code.
+
+    Its numbers (as of 0.42) are added to the attention, and hide nothing.
+    """
+    from diffusers import ChromaPipeline
+
+    pipeline: Any = ChromaPipeline
+
+    class MaskedPipeline(pipeline):  # type: ignore[misc]
+        def _get_t5_prompt_embeds(self, *args: Any, **kwargs: Any) -> Any:
+            embeds, mask = super()._get_t5_prompt_embeds(*args, **kwargs)
+            return embeds, mask.bool()
+
+    return copy_class_name(MaskedPipeline, pipeline)
 
 
 def _build_transformer_class() -> Any:

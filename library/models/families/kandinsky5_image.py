@@ -66,6 +66,10 @@ FACTS = FamilyFacts(
             ("visual_transformer_blocks.0.cross_attention.to_query.weight", 0): ("transformer", "model_dim"),
             ("text_embeddings.in_layer.weight", 1): ("transformer", "in_text_dim"),
         },
+        unsupported_shapes={
+            # Noise, a condition and its mask, in patches of four: of an image only the first.
+            ("visual_embeddings.in_layer.weight", 1, 132): "Kandinsky 5 video; use the model as a diffusers folder"
+        },
         trainer_names=TrainerNames(
             simpletuner=("kandinsky5-image",),
             simpletuner_flavours={

@@ -180,9 +180,17 @@ def _build_experts_class() -> Any:
     from torch.nn.functional import silu
 
     class BatchedExperts(SwiGLUExperts):
+        expert_weights = "gate_up_proj", "down_proj"
+        """Parameters, or layers in their place, which quantization and block swap make of them."""
+
         def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-            gate, up = (x.view(self.num_experts, -1, x.shape[1]) @ self.gate_up_proj).chunk(2, dim=-1)
-            outputs: Tensor = (silu(gate) * up) @ self.down_proj
-            return outputs.flatten(0, 1)
+            tokens = x.view(self.num_experts, -1, x.shape[1])
+            gate, up = _multiply(tokens, self.gate_up_proj).chunk(2, dim=-1)
+            return _multiply(silu(gate) * up, self.down_proj).flatten(0, 1)
 
     return BatchedExperts
+
+
+def _multiply(tokens: Tensor, weight: Any) -> Tensor:
+    product: Tensor = weight(tokens) if callable(weight) else tokens @ weight
+    return product

@@ -56,6 +56,7 @@ FACTS = FamilyFacts(
             ("caption_norm.weight", 0): ("transformer", "cross_attention_dim"),
             ("transformer_blocks.0.attn1.norm_q.weight", None): ("transformer", "qk_norm"),
         },
+        unsupported_shapes={("patch_embedding.weight", 2, 1): "Sana Video; use the model as a diffusers folder"},
         trainer_names=TrainerNames(
             onetrainer=("SANA",),
             simpletuner=("sana",),

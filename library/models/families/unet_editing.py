@@ -53,7 +53,7 @@ def _build_facts(facts: FamilyFacts, title: str, match: Any, class_name: str, hu
         ),
         detection=replace(facts.detection, match_configs=match, trainer_names=TrainerNames()),
         control=ONE_CONTROL,
-        options=replace(facts.options, kohya_objective=None),
+        options=replace(facts.options, kohya_objective=None, extra=(*facts.options.extra, "conditioning_dropout_prob")),
     )
 
 

@@ -71,7 +71,8 @@ _ORIGINAL_PARTS = {
 }
 
 
-def _rename_to_original(modules: Iterable[str]) -> Mapping[str, str]:
+def rename_to_original(modules: Iterable[str]) -> Mapping[str, str]:
+    """Map modules to their names in the files of the authors' repository."""
     renames = {}
     for module in modules:
         name = module
@@ -81,7 +82,7 @@ def _rename_to_original(modules: Iterable[str]) -> Mapping[str, str]:
     return renames
 
 
-WAN_KEYS = KeyStyle("wan", rename=_rename_to_original, has_original_names_in_diffusers=True)
+WAN_KEYS = KeyStyle("wan", rename=rename_to_original, has_original_names_in_diffusers=True)
 
 _UMT5_PATTERNS = {
     r"^(shared|encoder\.embed_tokens)\.": "token_embedding.",
@@ -120,9 +121,9 @@ FACTS = FamilyFacts(
             ("text_embedding.0.weight", 1): ("transformer", "text_dim"),
             ("blocks.0.ffn.0.weight", 0): ("transformer", "ffn_dim"),
             ("img_emb.proj.1.weight", None): ("transformer", "image_dim"),
+            ("vace_patch_embedding.weight", None): ("transformer", "vace_in_channels"),
         },
         unsupported_shapes={
-            ("vace_patch_embedding.weight", 1, 96): "Wan 2.1 VACE, which cannot be trained yet",
             ("patch_embedding.weight", 1, 48): "Wan 2.1 Fun-Control, which cannot be trained yet",
         },
         unsupported_file_names=dict.fromkeys(

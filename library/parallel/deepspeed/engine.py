@@ -31,12 +31,15 @@ from ..parallel_plan import ParallelPlan
 from ..sharded_weights import GatherWeight, gather_shards
 from ..strategy import Strategy, StrategySettings
 from ..validate_engines import raise_problems, validate_zero_config
+from .mapped_memory import MappedMemory
 from .nvme_offload import NVMeOffload
 from .sharded_optimizer import ShardedDeepSpeedOptimizer
 from .weight_shards import WeightShards
 from .zero_optimizer import DeepSpeedOptimizer
 
 logger = logging.getLogger(__name__)
+MAPPED_GROUP_SIZE = 10**8
+"""Elements that the optimizer updates at once where its state is in files, and so of what it needs in memory."""
 FULL_BUCKET_SIZE = 5 * 10**7
 """Elements of ``reduce_bucket_size`` at stage 3 with trained weights; DeepSpeed's default would be a buffer of 2 GB."""
 
@@ -53,7 +56,7 @@ class DeepSpeedStrategy(Strategy):
 
     def __init__(self, comm: Communicator, settings: StrategySettings):
         super().__init__(comm, settings)
-        self.settings = zero = settings.deepspeed or DeepSpeedSettings()
+        self.settings = self._summary = zero = settings.deepspeed or DeepSpeedSettings()
         _import_deepspeed(self.device)
         raise_problems(validate_zero_config(zero))
         self._engine: Any = None
@@ -68,8 +71,21 @@ class DeepSpeedStrategy(Strategy):
             self._shard_mesh = init_device_mesh(self.device.type, (comm.world_size,), mesh_dim_names=("dp",))
             self.shard_group = self._shard_mesh.get_group()
         self._nvme: NVMeOffload | None = None
-        if zero.offload_param_device == "nvme":
+        self._mapped = dict[str, MappedMemory]()
+        if self.trains_base and zero.uses_files:
+            self._map_offloaded(zero)
+        elif zero.offload_param_device == "nvme":
             self._nvme = NVMeOffload(zero.offload_param_path or "", comm.all_gather_object)
+
+    def _map_offloaded(self, zero: DeepSpeedSettings) -> None:
+        """Keep what is offloaded in files that are mapped, which to DeepSpeed are host memory."""
+        folders = {"optimizer": zero.offload_optimizer_path, "param": zero.offload_param_path}
+        devices = {"optimizer": zero.offload_optimizer_device, "param": zero.offload_param_device}
+        for name, folder in folders.items():
+            if devices[name] == "nvme" and folder is not None:
+                self._mapped[name] = MappedMemory(f"offload_{name}_nvme_path", folder)
+        self.settings, self._summary = zero.keep_in_host_memory(), zero
+        self.has_offloaded_state_in_files = "optimizer" in self._mapped
 
     def check_batch_sizes(self, batch_sizes: Collection[int], gradient_accumulation_steps: int) -> None:
         sizes = batch_sizes, gradient_accumulation_steps, self.comm.world_size
@@ -82,12 +98,14 @@ class DeepSpeedStrategy(Strategy):
         groups = [dict(group) for group in optimizer.param_groups]
         trainable = [parameter for group in groups for parameter in group["params"]]
         trainable_numel = sum(item.numel() for item in trainable)  # partitioned parameters have no elements
-        config = self.settings.build_config(pin_memory=self.pins_memory)
+        config = self.settings.build_config(pin_memory=self.pins_memory and not self._mapped)
         # DeepSpeed's default allocates 2 GB for an adapter of any size.
         if not self.trains_base:
             config["zero_optimization"].setdefault("reduce_bucket_size", trainable_numel)
         elif self.settings.stage == 3:
             config["zero_optimization"].setdefault("reduce_bucket_size", min(trainable_numel, FULL_BUCKET_SIZE))
+        if self._mapped:
+            config["zero_optimization"].setdefault("sub_group_size", MAPPED_GROUP_SIZE)
         # DeepSpeed disables autocast around the forward of its engine, so enable it inside.
         model.forward = self.accelerator.autocast()(model.forward)
         self._init_single_process_group()
@@ -103,13 +121,14 @@ class DeepSpeedStrategy(Strategy):
         with patch_environment(**get_local_rank_variables(self.device)):
             self._engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
         self.comm.set_group_timeouts()
+        self._move_to_files()
         if self.settings.stage == 3:
             if self.shard_group is None:
                 self._keep_adapter_gathered(trainable)
             _enable_external_parameter_detection(model)
         self.model, self.optimizer = self._engine, self._build_optimizer(groups, trainable)
         self._check_engine(trainable_numel)
-        logger.info("%s", self.settings.format_summary(self.comm.world_size))
+        logger.info("%s", self._summary.format_summary(self.comm.world_size))
         return self.model, self.optimizer
 
     def _build_optimizer(
@@ -117,11 +136,26 @@ class DeepSpeedStrategy(Strategy):
     ) -> DeepSpeedOptimizer:
         if self.shard_group is not None:
             self._weight_shards = WeightShards(self._engine.optimizer, trainable, self._shard_mesh)
-            return ShardedDeepSpeedOptimizer(self._engine, groups, self.device, self._weight_shards)
+            return ShardedDeepSpeedOptimizer(
+                self._engine, groups, self.device, self._weight_shards, self._mapped.get("optimizer")
+            )
         optimizer = DeepSpeedOptimizer(self._engine, groups, self.device)
         if self.trains_base:
             optimizer.keep_state_on_main_host()
         return optimizer
+
+    def _move_to_files(self) -> None:
+        """Move to files what DeepSpeed has in host memory, and optimizer state as it comes."""
+        zero = self._engine.optimizer
+        if files := self._mapped.get("optimizer"):
+            masters: list[Tensor] = list(zero.fp32_partitioned_groups_flat)
+            gradients = [each.grad for each in masters if each.grad is not None]
+            files.move([*masters, *gradients])
+            files.move_state_after_steps(zero.optimizer)
+        if files := self._mapped.get("param"):
+            partitions = [parameter.ds_tensor for parameter in self._engine.module.parameters()]
+            flat = [each for each in zero.fp16_partitioned_groups_flat if each is not None]
+            files.move([*partitions, *flat, *zero.param_groups_fp16_flat_cpu_memory])
 
     def _init_single_process_group(self) -> None:
         """Create the process group and ``LOCAL_RANK`` that DeepSpeed needs for a process without a launcher, too."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..sharded_weights import get_local_shard
+from .mapped_memory import MappedMemory
 from .weight_shards import WeightShards
 from .zero_optimizer import DeepSpeedOptimizer, ParameterShard
 
@@ -14,9 +15,19 @@ from .zero_optimizer import DeepSpeedOptimizer, ParameterShard
 class ShardedDeepSpeedOptimizer(DeepSpeedOptimizer):
     """The optimizer that the training loop sees: its parameters and their state are the slices of this rank."""
 
-    def __init__(self, engine: Any, groups: Sequence[Mapping[str, Any]], device: torch.device, shards: WeightShards):
-        """``groups`` have the partitioned parameters of the model, in the place of which come their slices."""
-        self._weight_shards = shards
+    def __init__(
+        self,
+        engine: Any,
+        groups: Sequence[Mapping[str, Any]],
+        device: torch.device,
+        shards: WeightShards,
+        files: MappedMemory | None = None,
+    ):
+        """``groups`` have the partitioned parameters of the model, in the place of which come their slices.
+
+        ``files`` are those in which the state is kept.
+        """
+        self._weight_shards, self._files = shards, files
         own = [{**group, "params": [shards.get_trained(each) for each in group["params"]]} for group in groups]
         super().__init__(engine, own, device, shards.list_trained())
 
@@ -61,6 +72,14 @@ class ShardedDeepSpeedOptimizer(DeepSpeedOptimizer):
         """Take the slices of a state dict of any engine, which are sharded as the parameters are."""
         super().load_state_dict(state_dict)
         self._loaded_state = None
+
+    def _build_flat_state(
+        self, flat: Tensor, group: int, shard_states: Sequence[tuple[ParameterShard | None, Mapping[str, Any]]]
+    ) -> dict[str, Any]:
+        state = super()._build_flat_state(flat, group, shard_states)
+        if self._files is not None:
+            self._files.move(value for value in state.values() if isinstance(value, Tensor))
+        return state
 
     def _slice_state(self, shard: ParameterShard, value: Tensor) -> Tensor:
         return get_local_shard(value)

@@ -1,6 +1,9 @@
 // Draws charts that library/report/charts.py describes, with uPlot: in the report of a run and on the web page.
 "use strict";
 const Charts = (() => {
+  const ENGLISH = { step: "step", group: "group", low: "low", high: "high",
+                    keys: "arrow keys read values, plus and minus zoom, 0 shows all" };
+  const words = typeof CHART_WORDS === "undefined" ? ENGLISH : CHART_WORDS;
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const seriesColor = (curve, number) => color(curve.is_faint ? "--faint" : `--series-${number % 10}`);
 
@@ -29,7 +32,7 @@ const Charts = (() => {
   }
 
   function buildSeries(chart) {
-    const series = [{ label: chart.kind === "bars" ? "group" : "step",
+    const series = [{ label: chart.kind === "bars" ? words.group : words.step,
                       value: (plot, x) => (chart.kind === "bars" ? chart.labels[x] ?? "" : x ?? plot.data[0].at(-1)) }];
     const bands = [];
     let number = 0;
@@ -48,7 +51,7 @@ const Charts = (() => {
       if (curve.low.length) {
         const first = series.length;
         for (const edge of ["low", "high"]) {
-          series.push({ label: `${curve.name}, ${edge}`, stroke: "transparent", width: 0, spanGaps: true,
+          series.push({ label: `${curve.name}, ${words[edge]}`, stroke: "transparent", width: 0, spanGaps: true,
                         points: { show: false }, isEdge: true });
         }
         bands.push({ series: [first + 1, first], fill: stroke + "33" });
@@ -92,8 +95,7 @@ const Charts = (() => {
 
   // Arrow keys move the cursor, + and - zoom at it, 0 shows all.
   function setUpKeys(plot, holder, title) {
-    const hint = "arrow keys read values, plus and minus zoom, 0 shows all";
-    Object.assign(holder, { tabIndex: 0, role: "group", ariaLabel: `${title}: ${hint}` });
+    Object.assign(holder, { tabIndex: 0, role: "group", ariaLabel: `${title}: ${words.keys}` });
     holder.addEventListener("keydown", (event) => {
       const steps = plot.data[0], { min, max } = plot.scales.x;
       const step = { ArrowLeft: -1, ArrowRight: 1, PageUp: -20, PageDown: 20, Home: -steps.length, End: steps.length }[event.key];

@@ -121,7 +121,9 @@ def _read_call_settings(family: Family, case: TinyCase, cond: Cond) -> dict[str,
     arguments = family.build_sampling_kwargs(case.pipe, Prompt(TEXTS[0]), row, row)
     names = inspect.signature(type(case.pipe).__call__).parameters
     settings = {name: value for name, value in arguments.items() if isinstance(value, PLAIN_TYPES) and name in names}
-    settings = {name: value for name, value in settings.items() if not name.endswith(("_scale", "prompt"))}
+    settings = {  # scale and number of steps are those of each check
+        name: value for name, value in settings.items() if not name.endswith(("_scale", "prompt", "_steps"))
+    }
     return {**settings, **({"clean_caption": False} if "clean_caption" in names else {})}
 
 

@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...config.options import iter_options
+from ...config.schema import RunConfig
 from ...config.toml_positions import KeyPath, read_toml_with_lines
 from ...errors import ConfigError
 from ...name_suggestions import suggest_name
@@ -40,16 +42,7 @@ DEFAULTS: Mapping[str, Any] = {
 """The keys of the file besides its tables, with their defaults."""
 
 TABLES = ("settings", "axes", "runs")
-OWN_OPTIONS = (
-    "config_file",
-    "output_dir",
-    "output_name",
-    "auto_resume",
-    "resume",
-    "overwrite",
-    "initial_step",
-    "dry_run",
-)
+OWN_OPTIONS = ("config_file", *(option.name for option in iter_options(RunConfig) if option.is_of_one_run))
 """Options that the sweep sets itself, or that make no sense for all runs."""
 
 RESERVED_NAMES = ("sweep.json", "evaluation.json", "evaluation.txt", "evaluation.png")

@@ -13,9 +13,11 @@ from ...models.model_configs import list_cached_models
 from ..folders import OpenedFolders
 from ..lora_pages import find_models
 from ..presets import PRESETS, FamilyPreset
-from .plain_words import describe_family, format_parameters
+from .family_pictures import ModelPicture, build_picture, describe_parameters
+from .plain_words import describe_family
 
 DEMO = "demo"
+DEMO_PICTURE = ModelPicture(False, 0, 96, 96, 3_984_068)
 DEMO_BUCKETS = {"resolution": "96", "min_bucket_reso": "64", "max_bucket_reso": "128", "bucket_reso_steps": "16"}
 """The sizes of pictures that the demo model knows."""
 
@@ -42,6 +44,11 @@ class ModelChoice:
     where: str = ""
     size: int = 0
     facts: str = ""
+    number: str = ""
+    """The number that is filled into ``facts``."""
+    family_title: str = ""
+    """The name of the family, if the title is that of a file or folder."""
+    picture: ModelPicture | None = None
     is_usable: bool = True
 
     def export_json(self) -> dict[str, Any]:
@@ -56,7 +63,8 @@ def list_choices(folders: OpenedFolders) -> list[ModelChoice]:
 def build_demo_choice() -> ModelChoice:
     """Build the choice of the model that comes with the program, with which every LoRA begins."""
     sentence = "A tiny model that comes with the program and draws emoji: try all five steps with it in a few minutes."
-    return ModelChoice(DEMO, "Demo model", sentence, DEMO, "built in", facts="no card and no download needed")
+    facts = "no card and no download needed"
+    return ModelChoice(DEMO, "Demo model", sentence, DEMO, "built in", facts=facts, picture=DEMO_PICTURE)
 
 
 def _iter_local_models(folders: OpenedFolders) -> Iterator[ModelChoice]:
@@ -78,8 +86,11 @@ def _detect_choice(model: str, title: str, identity: str, place: str, size: int)
         reason = str(error.problems[0]) if isinstance(error, UserError) and error.problems else str(error)
         return ModelChoice(identity, title, reason, "", place, where=model, size=size, is_usable=False)
     facts = FAMILY_FACTS.get(family)
-    sentence = "" if facts is None else f"{facts.title}. {describe_family(family, facts)}"
-    return ModelChoice(identity, title, sentence, family, place, where=model, size=size)
+    choice = ModelChoice(identity, title, "", family, place, where=model, size=size)
+    if facts is None:
+        return choice
+    sentence, picture = describe_family(family, facts), build_picture(facts)
+    return replace(choice, sentence=sentence, family_title=facts.title, picture=picture)
 
 
 def _iter_hub_models() -> Iterator[ModelChoice]:
@@ -92,8 +103,9 @@ def _iter_hub_models() -> Iterator[ModelChoice]:
             continue
         family = name if name in FAMILY_FACTS else "flux2_klein"
         choice = ModelChoice(f"hub:{preset.model}", preset.title, describe_family(family, facts), family, "hub")
-        size = format_parameters(facts) if preset.title == facts.title else ""
-        yield replace(choice, where=preset.model, facts=size)
+        size, number = describe_parameters(preset.num_parameters)
+        picture = build_picture(facts, preset.num_parameters)
+        yield replace(choice, where=preset.model, facts=size, number=number, picture=picture)
 
 
 def _measure_size(path: Path) -> int:

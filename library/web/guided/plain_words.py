@@ -49,6 +49,7 @@ FAMILY_SENTENCES: Mapping[str, str] = {
     "prx": "Small, and quick to train; made for pictures of 512 pixels.",
     "nucleus_image": "Large, but quick for its size: a picture uses 2 of its 17 billion weights.",
     "wan": "Short videos; trained on pictures it learns what things look like.",
+    "wan_vace": "Videos that follow another one: poses, depth, lines, or a part of it that is painted anew.",
     "hunyuan_video": "Videos; trained on pictures it learns what things look like.",
     "ltx_video": "Quick, short videos on small cards.",
     "ltx2": "Videos with sound, of which it learns the pictures; very large, so cards from 32 GB.",
@@ -64,9 +65,3 @@ _KINDS = {
 def describe_family(name: str, facts: FamilyFacts) -> str:
     """Return one sentence about a family; made from its facts where none was written."""
     return FAMILY_SENTENCES.get(name) or _KINDS[facts.pipeline.kind]
-
-
-def format_parameters(facts: FamilyFacts) -> str:
-    """Format how large a model is; empty if that is not known."""
-    count = facts.pipeline.num_parameters
-    return f"{count / 1e9:.2g} billion parameters" if count else ""

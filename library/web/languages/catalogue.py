@@ -6,11 +6,12 @@ that they pass to ``tr``.  A text that a catalogue lacks stays English; a test s
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...report.rendering import build_environment
+from .chart_texts import choose_age_text
 
 LANGUAGES: Mapping[str, str] = {"en": "English", "ko": "한국어", "ja": "日本語", "zh": "中文"}
 """The languages, each by its own name."""
@@ -108,8 +109,23 @@ def build_translated_environment(language: str) -> Any:
     """Build the templates of the page in a language."""
     catalogue = read_catalogue(language)
     environment = build_environment("library.web", change_source=lambda source: translate_template(source, catalogue))
-    environment.filters["tr"] = lambda text: catalogue.get(str(text), str(text))
+    translate = build_translator(language)
+    environment.filters["tr"] = lambda text, *parts: translate(str(text), *parts)
+    environment.filters["age"] = lambda seconds: translate(*choose_age_text(seconds))
     return environment
+
+
+def build_translator(language: str) -> Callable[..., str]:
+    """Build the function that looks a text up and fills parts into it."""
+    catalogue = read_catalogue(language)
+    return lambda text, *parts: fill_in(catalogue.get(text, text), parts)
+
+
+def fill_in(text: str, parts: Sequence[object]) -> str:
+    """Put parts where a text has ``{0}``, ``{1}``."""
+    for number, part in enumerate(parts):
+        text = text.replace(f"{{{number}}}", str(part))
+    return text
 
 
 def list_script_texts() -> list[str]:

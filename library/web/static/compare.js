@@ -26,6 +26,7 @@
     if (!data.columns.length) return;
     const rows = data.rows.map(buildRow), focused = document.activeElement?.dataset?.picture;
     byId("preview-label").textContent = data.columns[+slider.value].label;
+    slider.setAttribute("aria-valuetext", data.columns[+slider.value].label);
     Viewer.setData(runs.map(({ key, name }) => ({ id: key, label: name })), rows);
     const head = make("tr", {}, make("th"), ...runs.map(({ name }) => make("th", { textContent: name })));
     const body = rows.map((row, number) => make("tr", {}, make("td", { textContent: row.prompt }),

@@ -6,18 +6,17 @@
   const isWanted = () => localStorage.getItem(WANTED) === "yes";
   const showWanted = () => button.setAttribute("aria-pressed", isWanted());
 
+  // It is there from the beginning: screen readers tell only what is added to it.
+  const holder = make("div", { id: "told" });
+  holder.setAttribute("role", "status");
+  document.body.append(holder);
+
   const describe = (name, status) => ({
     finished: tr("{0} is finished.", name), stopped: tr("{0} has stopped.", name), failed: tr("{0} has failed.", name) })[status];
 
   function tell(key, { name, status }) {
     const text = describe(name, status);
     if (!text) return;
-    let holder = byId("told");
-    if (!holder) {
-      holder = make("div", { id: "told" });
-      holder.setAttribute("role", "status");
-      document.body.append(holder);
-    }
     const close = make("button", { type: "button", textContent: tr("Close") });
     const line = make("p", { className: `notice ${status === "finished" ? "good" : ""}` }, make("a", { href: `/runs/${encodeKey(key)}`, textContent: text }), " ", close);
     close.addEventListener("click", () => line.remove());

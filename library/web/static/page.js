@@ -12,11 +12,21 @@ function make(tag, properties = {}, ...children) {
 const TEXTS = JSON.parse(byId("texts")?.textContent ?? "{}");
 const tr = (text, ...values) => (TEXTS[text] ?? text).replace(/\{(\d)\}/g, (_, number) => values[+number]);
 
+// The words of charts, whose scripts the report of a run has, too.
+const CHART_WORDS = {
+  step: tr("step"), group: tr("group"), low: tr("low"), high: tr("high"),
+  keys: tr("arrow keys read values, plus and minus zoom, 0 shows all"),
+};
+
 // The language is a choice of this browser.
 byId("language")?.addEventListener("change", (event) => {
   document.cookie = `language=${event.target.value}; path=/; max-age=31536000; samesite=strict`;
+  sessionStorage.setItem("focus", "language");
   location.reload();
 });
+// What had the focus has it again after the page was loaded anew.
+byId(sessionStorage.getItem("focus") ?? "")?.focus();
+sessionStorage.removeItem("focus");
 
 // A path in an address: slashes stay.
 const encodeKey = (key) => key.split("/").map(encodeURIComponent).join("/");

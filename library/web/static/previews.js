@@ -33,6 +33,7 @@ const Previews = (() => {
     }
     const columns = chooseColumns(), focused = document.activeElement?.dataset?.picture;
     byId("preview-label").textContent = data.columns[+slider.value].label;
+    slider.setAttribute("aria-valuetext", data.columns[+slider.value].label);
     const head = make("tr", {}, make("th"), ...columns.map((c) => make("th", { textContent: c.label })));
     const rows = data.rows.map((row, rowNumber) => make("tr", {}, make("td", { textContent: row.prompt }),
       ...columns.map((column) => {

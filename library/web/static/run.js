@@ -10,6 +10,7 @@ const showRun = (() => {
     byId("run").dataset.state = fresh.getElementById("run").dataset.state;
     for (const part of ["#run", "[data-panel=settings]", "[data-panel=files]"])
       document.querySelector(part).replaceChildren(...fresh.querySelector(part).childNodes);
+    byId("state-change").textContent = byId("status").textContent;
     returnFocus(byId(focused), document.querySelector("[role=tab][aria-selected=true]"));
   }
 

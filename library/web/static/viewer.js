@@ -2,7 +2,7 @@
 "use strict";
 const Viewer = (() => {
   let data = { columns: [], rows: [] }, open = null, onStep = null;
-  const viewer = byId("viewer");
+  const viewer = byId("viewer"), body = byId("viewer-body");
 
   // Columns are steps or runs; each row has the pictures of a prompt by column.
   function setData(columns, rows) {
@@ -52,13 +52,18 @@ const Viewer = (() => {
 
   function toggleFullScreen() {
     if (document.fullscreenElement) document.exitFullscreen();
-    else viewer.requestFullscreen?.().catch(() => {});
+    else body.requestFullscreen?.();
   }
 
   byId("viewer-split").addEventListener("input", split);
   byId("viewer-close").addEventListener("click", () => viewer.close());
   byId("viewer-full").addEventListener("click", toggleFullScreen);
-  viewer.addEventListener("close", () => { if (document.fullscreenElement) document.exitFullscreen(); });
+  // The picture that opened it may have been drawn anew meanwhile.
+  viewer.addEventListener("close", () => {
+    if (document.fullscreenElement) document.exitFullscreen();
+    const pictures = [...document.querySelectorAll("[data-picture]")];
+    returnFocus(pictures.find((each) => each.dataset.picture === `${open.row} ${open.right}`), pictures[0]);
+  });
   for (const side of ["left", "right"]) {
     byId(`viewer-${side}`).addEventListener("change", (event) => { open[side] = event.target.value; show(open.row, open.right); });
   }

@@ -4,13 +4,16 @@ import json
 from pathlib import Path
 
 import pytest
+from clip_files import write_clip
 from PIL import Image
 from problem_lines import format_lines
 
 from library.config import parse_config
 from library.config.schema import ModelConfig
 from library.config.schema_output import PreviewConfig
+from library.dataloader.images import load_control_clips
 from library.dataloader.sample_prompts import Prompt, load_preview_prompts, load_prompts
+from library.dataset.clip_windows import FrameRule
 from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.families import FAMILY_FACTS
@@ -95,7 +98,7 @@ def test_all_errors_of_a_text_file_are_reported_at_once_with_line_numbers(tmp_pa
             "one --w 100 --d -1",
             "two --widht 64",
             "three --s many --l inf",
-            "four --cn pose.png --fs 0 --g -3.5",
+            "four --fs 0 --g -3.5",
             "five --ss eular",
             "six --w 64 --w 128 --h",
             "seven --rcg 1",
@@ -105,12 +108,11 @@ def test_all_errors_of_a_text_file_are_reported_at_once_with_line_numbers(tmp_pa
         ":2: --w: 100 is not a multiple of 8; use 96 or 104",
         ":2: --d: expected at least 0, got -1",
         ":3: --widht: unknown option; use --n negative_prompt, --w width, --h height, --d seed, "
-        "--s sample_steps, --l scale, --ss sample_sampler, --g guidance_scale, --fs flow_shift, --ci control_image_path,"
+        "--s sample_steps, --l scale, --ss sample_sampler, --g guidance_scale, --cn control_video_path, --fs flow_shift,"
+        " --ci control_image_path,"
         " --cf control_from_image, --f frame_count, --fps fps, --i image_path, --ei end_image_path, --am network_multiplier",
         ":4: --s: expected an integer, got 'many'",
         ":4: --l: expected a number of at least 0, got inf",
-        ":5: --cn: ControlNet images and control clips are not supported; control images of editing models are set "
-        "with --ci",
         ":5: --fs: expected a number above 0, got 0",
         ":5: --g: expected a number of at least 0, got -3.5",
         ":6: --ss: no sampler 'eular'; did you mean euler?",
@@ -132,11 +134,9 @@ def test_the_keys_of_musubi_tuner_for_clips_are_taken(tmp_path):
     assert problems(tmp_path, "p.json", json.dumps([{"prompt": "a", "scale": 3, "cfg_scale": 4}])) == [
         ": prompt 1: cfg_scale: is set twice, by two names"
     ]
-    one_frame = "b --i no.png --ei none.png --of target_index=1,control_index=0;2 --cn control.mp4 --f 0\n"
+    one_frame = "b --i no.png --ei none.png --of target_index=1,control_index=0;2 --f 0\n"
     assert problems(tmp_path, "p.txt", one_frame) == [
         ":1: --of: one-frame inference (FramePack, Wan I2V) is not supported; --f 1 makes an image",
-        ":1: --cn: ControlNet images and control clips are not supported; control images of editing models are set "
-        "with --ci",
         ":1: --f: expected at least 1, got 0",
     ]
     assert problems(tmp_path, "p.txt", "b --i no.png --ei none.png\n") == [
@@ -150,7 +150,7 @@ CLIP_PROBLEMS = {
     ("random:wan:tiny", "--f 25 --fps 8 --fs 3"): "",
     ("random:wan:tiny", "--i a.png"): "--i: what Wan 2.1 makes cannot begin with an image; leave it out",
     ("random:wan:tiny", "--ei a.png"): "--ei: what Wan 2.1 makes cannot end with an image; leave it out",
-    ("random:wan:tiny", "--ci a.png"): "--ci: Wan 2.1 takes no control images",
+    ("random:wan:tiny", "--ci a.png"): "--ci: Wan 2.1 takes no control clips",
     ("random:wan:tiny", "--g 6"): "--g: Wan 2.1 has no guidance embedding; use --l",
     ("random:flux:tiny", "--f 25"): "--f: FLUX.1 makes images, not 25 frames; leave it out",
     ("random:flux:tiny", "--f 1"): "",
@@ -346,3 +346,28 @@ def test_two_guidances_of_a_model_that_has_one_are_refused_where_they_differ(tmp
     text = "--g: guidance is one input of FLUX.2 dev, which --g (10) and --l (30) both set"
     assert format_lines(validate_prompts(prompts, model)) == [f"{tmp_path / 'p.txt'}:1: {text}; give one of them"]
     assert not [*validate_prompts(prompts, detect_model(ModelConfig("random:flux:tiny")))]
+
+
+def test_a_control_clip_of_a_preview_is_found_checked_and_only_for_models_that_take_one(tmp_path):
+    write_clip(tmp_path / "pose.mp4", 12, 24, (32, 32))
+    assert problems(tmp_path, "p.txt", "a --cn none.mp4\n") == [":1: --cn: none.mp4: no such file or folder"]
+    (prompt,) = read(tmp_path, "p.txt", "a --cn pose.mp4\n")
+    assert prompt.control_clips == (tmp_path / "pose.mp4",)
+    reasons = {
+        name: [str(problem) for problem in validate_prompts([prompt, Prompt("b")], detect_model(f"random:{name}:tiny"))]
+        for name in ("wan_vace", "wan", "flux")
+    }
+    assert [len(each) for each in reasons.values()] == [1, 1, 1]
+    assert "Wan 2.1 VACE needs 1 control clip for each clip, not 0" in reasons["wan_vace"][0]
+    assert "Wan 2.1 takes no control clips; Wan 2.1 VACE" in reasons["wan"][0]
+    assert "FLUX.1 takes no control clips; control images of editing models are set with --ci" in reasons["flux"][0]
+
+
+def test_a_control_clip_of_a_preview_has_its_rate_size_and_number_of_frames(tmp_path):
+    write_clip(tmp_path / "pose.mp4", 12, 24, (64, 32))
+    (prompt,) = read(tmp_path, "p.txt", "a --cn pose.mp4 --f 13\n")
+    (frames,) = load_control_clips(prompt, FrameRule(fps=16.0), (32, 32))
+    assert {frame.size for frame in frames} == {(32, 32)} and len(frames) == 13
+    shown = [frame.tobytes() for frame in frames]
+    assert len(set(shown[:8])) == 8, "half a second has eight frames at 16 per second"
+    assert set(shown[8:]) == {shown[7]}, "the last one is repeated"

@@ -9,6 +9,7 @@ import pytest
 import torch
 from family_cases import get_modules
 from loaded_weights import assert_same_weights, list_loaded_components
+from model_layouts import save_tokenizers
 from problem_lines import format_lines
 from safetensors.torch import load_file, save_file
 from tiny_pipelines import TINY
@@ -23,26 +24,6 @@ from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
 
-
-@pytest.fixture(scope="module")
-def tokenizer_cache(tmp_path_factory):
-    """A ``tokenizer_cache_dir`` as written by sd-scripts."""
-    folder = tmp_path_factory.mktemp("tokenizers")
-    for name in FAMILIES.list_names():
-        family, pipe = FAMILIES.get(name), TINY[name]().pipe
-        for part, hub_id in family.facts.text.tokenizer_repo_ids.items():
-            path = folder / hub_id.partition(":")[0].replace("/", "_")
-            if path.exists():
-                continue  # those of models with images have more tokens
-            tokenizer = getattr(pipe, part)
-            if "CLIP" in type(tokenizer).__name__:
-                tokenizer.pad_token = (
-                    tokenizer.eos_token
-                )  # as in published tokenizers, independent of the model's pad token
-            tokenizer.save_pretrained(path)
-    return folder
-
-
 SLOW = [
     pytest.param(name, marks=pytest.mark.slow)
     for name in (
@@ -53,12 +34,13 @@ SLOW = [
 
 
 @pytest.fixture(params=["sd1", "sdxl", "qwen_image", *SLOW])
-def single_file(request, tokenizer_cache, tmp_path):
+def single_file(request, tmp_path):
     """A family, a model in memory, and the same model as a single file."""
     tiny = TINY[request.param]()
     path = tmp_path / "model.safetensors"
     save_file(original_checkpoints.build_checkpoint(request.param, tiny.pipe), path)
-    options = ModelConfig(pretrained_model_name_or_path=str(path), tokenizer_cache_dir=str(tokenizer_cache))
+    tokenizers = save_tokenizers(tiny.family, tiny.pipe, tmp_path / "tokenizers")
+    options = ModelConfig(pretrained_model_name_or_path=str(path), tokenizer_cache_dir=tokenizers)
     return FAMILIES.get(request.param)(options), tiny, path
 
 
@@ -141,7 +123,7 @@ def test_a_hub_that_does_not_answer_is_not_asked_for_each_file_of_a_tokenizer(si
     assert retries == []
 
 
-def test_a_file_with_only_the_denoiser_needs_the_other_component_options(tmp_path, tokenizer_cache):
+def test_a_file_with_only_the_denoiser_needs_the_other_component_options(tmp_path):
     tiny = TINY["sdxl"]()
     single, vae, clip_l, clip_g = (str(tmp_path / f"{name}.safetensors") for name in ("unet", "vae", "l", "g"))
     save_file(original_checkpoints.convert_unet_to_ldm(tiny.pipe.unet), single)
@@ -155,7 +137,13 @@ def test_a_file_with_only_the_denoiser_needs_the_other_component_options(tmp_pat
         "no text_encoder; give one with --clip_l",
         "no text_encoder_2; give one with --clip_g",
     ]
-    options = ModelConfig(single, vae=vae, clip_l=clip_l, clip_g=clip_g, tokenizer_cache_dir=str(tokenizer_cache))
+    options = ModelConfig(
+        single,
+        vae=vae,
+        clip_l=clip_l,
+        clip_g=clip_g,
+        tokenizer_cache_dir=save_tokenizers(tiny.family, tiny.pipe, tmp_path / "tokenizers"),
+    )
     family = FAMILIES.get("sdxl")(options)
     assert_same_weights(family, family.load(detect_model(options), torch.float32), tiny.pipe)
 
@@ -216,7 +204,7 @@ def test_a_component_of_the_wrong_type_is_rejected_by_its_type(tmp_path):
     assert load_problem(tmp_path, ae=path) == "--ae: Stable Diffusion XL has no such component"
 
 
-def test_flux_is_loaded_from_four_files_and_a_transformer_with_diffusers_keys(tmp_path, tokenizer_cache):
+def test_flux_is_loaded_from_four_files_and_a_transformer_with_diffusers_keys(tmp_path):
     tiny = TINY["flux_schnell"]()
     files = {name: str(tmp_path / f"{name}.safetensors") for name in ("flux", "ae", "clip_l", "t5xxl")}
     save_file(tiny.pipe.transformer.state_dict(), files["flux"])
@@ -230,7 +218,9 @@ def test_flux_is_loaded_from_four_files_and_a_transformer_with_diffusers_keys(tm
         "--clip_l",
         "--t5xxl",
     ]
-    options = ModelConfig(files.pop("flux"), **files, tokenizer_cache_dir=str(tokenizer_cache))
+    options = ModelConfig(
+        files.pop("flux"), **files, tokenizer_cache_dir=save_tokenizers(tiny.family, tiny.pipe, tmp_path / "tokenizers")
+    )
     family, actual = FAMILIES.get("flux")(options), detect_model(options)
     assert (actual.family, actual.bundled_config) == ("flux", "flux_schnell_tiny")
     assert_same_weights(family, family.load(actual, torch.float32), tiny.pipe)
@@ -239,7 +229,7 @@ def test_flux_is_loaded_from_four_files_and_a_transformer_with_diffusers_keys(tm
 
 
 @pytest.mark.parametrize("name", ["z_image", "qwen_image", "wan"])
-def test_text_encoder_and_vae_are_loaded_from_their_own_files(name, tmp_path, tokenizer_cache):
+def test_text_encoder_and_vae_are_loaded_from_their_own_files(name, tmp_path):
     tiny = TINY[name]()
     transformer = {
         "z_image": original_checkpoints.convert_z_image_transformer,
@@ -257,7 +247,7 @@ def test_text_encoder_and_vae_are_loaded_from_their_own_files(name, tmp_path, to
         files["transformer"],
         vae=files["vae"],
         text_encoder=files["text_encoder"],
-        tokenizer_cache_dir=str(tokenizer_cache),
+        tokenizer_cache_dir=save_tokenizers(tiny.family, tiny.pipe, tmp_path / "tokenizers"),
     )
     family, actual = FAMILIES.get(name)(options), detect_model(options)
     assert actual.bundled_config == f"{name}_tiny"
@@ -271,7 +261,7 @@ def test_text_encoder_and_vae_are_loaded_from_their_own_files(name, tmp_path, to
     assert torch.equal(ours, reference)
 
 
-def test_files_of_wan_are_known_by_the_names_of_its_authors_and_of_diffusers(tmp_path, tokenizer_cache):
+def test_files_of_wan_are_known_by_the_names_of_its_authors_and_of_diffusers(tmp_path):
     tiny, files = (
         TINY["wan"](),
         {part: str(tmp_path / f"{part}.safetensors") for part in ("dit", "vae", "text_encoder")},
@@ -282,7 +272,7 @@ def test_files_of_wan_are_known_by_the_names_of_its_authors_and_of_diffusers(tmp
         files["dit"],
         vae=str(tmp_path / "vae"),
         text_encoder=files["text_encoder"],
-        tokenizer_cache_dir=str(tokenizer_cache),
+        tokenizer_cache_dir=save_tokenizers(tiny.family, tiny.pipe, tmp_path / "tokenizers"),
     )
     original = original_checkpoints.convert_wan_transformer(tiny.pipe.transformer)
     prefixed = original_checkpoints.add_prefix("model.diffusion_model.", original)
@@ -302,7 +292,6 @@ def test_files_of_wan_are_known_by_the_names_of_its_authors_and_of_diffusers(tmp
     [
         ("patch_embedding.weight", (8, 36, 1, 2, 2), "use the model as a diffusers folder"),
         ("patch_embedding.weight", (8, 48, 1, 2, 2), "Fun-Control"),
-        ("vace_patch_embedding.weight", (8, 96, 1, 2, 2), "VACE"),
     ],
 )
 def test_a_file_of_another_model_of_wan_is_refused_by_what_it_is(key, shape, text, tmp_path):
@@ -354,19 +343,22 @@ def write_shards(tensors, folder, count=3):
     return paths
 
 
-def test_a_checkpoint_in_several_files_is_loaded_whole_by_the_name_of_one(tokenizer_cache, tmp_path):
+def test_a_checkpoint_in_several_files_is_loaded_whole_by_the_name_of_one(tmp_path):
     tiny = TINY["qwen_image"]()
     paths = write_shards(original_checkpoints.build_checkpoint("qwen_image", tiny.pipe), tmp_path)
     assert all(len(path.name) == len("model-00001-of-00003.safetensors") for path in paths)
     for path in (paths[0], paths[2]):
-        options = ModelConfig(pretrained_model_name_or_path=str(path), tokenizer_cache_dir=str(tokenizer_cache))
+        options = ModelConfig(
+            pretrained_model_name_or_path=str(path),
+            tokenizer_cache_dir=save_tokenizers(tiny.family, tiny.pipe, tmp_path / "tokenizers"),
+        )
         family = FAMILIES.get("qwen_image")(options)
         detected = detect_model(options)
         assert detected.family == "qwen_image" and detected.source_type == "file"
         assert_same_weights(family, family.load(detected, torch.float32), tiny.pipe)
 
 
-def test_a_text_encoder_in_several_files_is_one_component(tokenizer_cache, tmp_path):
+def test_a_text_encoder_in_several_files_is_one_component(tmp_path):
     tiny = TINY["qwen_image"]()
     tensors = original_checkpoints.build_checkpoint("qwen_image", tiny.pipe)
     transformer = {name: tensor for name, tensor in tensors.items() if not name.startswith(("text_encoders.", "vae."))}
@@ -378,7 +370,9 @@ def test_a_text_encoder_in_several_files_is_one_component(tokenizer_cache, tmp_p
     )
     paths = write_shards(encoder, tmp_path / "te", 2)
     options = ModelConfig(
-        str(tmp_path / "a.safetensors"), text_encoder=str(paths[0]), tokenizer_cache_dir=str(tokenizer_cache)
+        str(tmp_path / "a.safetensors"),
+        text_encoder=str(paths[0]),
+        tokenizer_cache_dir=save_tokenizers(tiny.family, tiny.pipe, tmp_path / "tokenizers"),
     )
     family = FAMILIES.get("qwen_image")(options)
     pipe = family.load(detect_model(options), torch.float32)

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import model_layouts
 import pytest
@@ -11,6 +12,7 @@ from family_cases import build_case
 from safetensors.torch import load_file
 from torch import nn
 
+from library.config import parse_config
 from library.config.schema import AdapterConfig, ModelConfig
 from library.estimate.base_storage import BlockWeights
 from library.models.detect import detect_model
@@ -20,7 +22,17 @@ from library.models.loading import load_pipeline_on_meta
 from library.models.stored_weights import StoredWeight, read_file_weights
 from library.parallel.frozen_base import find_innermost_blocks, should_quantize
 from library.parallel.quantize import FrozenLayer, QuantizedWeight, take_ranges
-from library.parallel.stored_base import explain_dequantization, keep_stored_layers, pack_stored_weight
+from library.parallel.stored_base import (
+    KEPT,
+    describe_rounding,
+    explain_dequantization,
+    has_room,
+    keep_stored_layers,
+    pack_stored_weight,
+)
+from library.parallel.strategy_registry import select_base_kernel
+from library.training.oom_advice import suggest_oom_fixes
+from library.training.resume import find_changes
 
 __all__ = ["build_case"]  # a fixture
 
@@ -122,6 +134,59 @@ def test_what_dequantizes_a_base_is_said():
     assert "ZeRO 3" in explain_dequantization(ModelConfig(), lora, can_quantize=False)
     assert "dequantize_base" in explain_dequantization(ModelConfig(dequantize_base=True), lora, **keeps)
     assert "merged" in explain_dequantization(ModelConfig(), replace(lora, base_weights=("a",)), **keeps)
+
+
+def test_dequantize_base_is_named_where_the_device_has_room(monkeypatch):
+    monkeypatch.setattr("library.parallel.stored_base.get_total_memory", lambda device: 100)
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert [has_room(size, device) for size, device in ((49, cuda), (50, cuda), (1, cpu))] == [True, False, False]
+
+
+def test_after_out_of_memory_nothing_is_advised_that_the_files_of_the_base_have_already():
+    def advise(words, *formats):
+        config = parse_config(words.split()).config
+        return [line for line in suggest_oom_fixes(config, "forward", 1, formats) if "base" in line]
+
+    assert len(advise("")) == 1 and "--quantize_base int8" in advise("")[0]
+    for name, is_large in (("int8", 1), ("fp8", 1), ("Q8_0", 1), ("Q5_1", 1), ("Q5_K", 0), ("nf4", 0), ("Q4_K", 0)):
+        lines = advise("", name)
+        assert len(lines) == is_large and all(f"--quantize_base nf4, which makes weights in {name}" in x for x in lines)
+        rounded = QuantizedWeight.quantize(torch.empty(256, 256, device="meta"), "nf4").nbytes
+        size = 256**2 * BLOCK_SIZES[name][1] / BLOCK_SIZES[name][0] if name in BLOCK_SIZES else None
+        assert size is None or (rounded < 0.75 * size) == is_large, "as should_quantize counts"
+    assert "leave out --dequantize_base" in advise("--dequantize_base", "fp8")[0]
+
+
+def test_a_base_that_is_stored_in_nf4_has_the_kernel_of_one_that_is_rounded_to_it(monkeypatch):
+    monkeypatch.setattr("library.parallel.strategy_registry.select_nf4_kernel", lambda device: f"kernel of {device}")
+    for quantize_base, formats, kernel in (("nf4", (), "cpu"), ("none", ("nf4", "fp8"), "cpu"), ("int8", ("fp8",), "")):
+        strategy = SimpleNamespace(nf4_kernel=None, device="cpu")
+        select_base_kernel(strategy, quantize_base, formats)
+        assert strategy.nf4_kernel == (f"kernel of {kernel}" if kernel else None)
+
+
+def test_a_checkpoint_of_a_base_that_was_rounded_from_other_weights_is_not_resumed_without_a_word():
+    """Versions before ``dequantize_base`` rounded dequantized weights; in plain precision both bases are equal."""
+
+    def find_lines(saved, **options):
+        model = ModelConfig(**options)
+        reason = explain_dequantization(model, AdapterConfig(), can_quantize=True)
+        current = {"settings": {}, "stored_rounding": describe_rounding(model, ("fp8",), reason)}
+        return [(str(change), change.changes_result) for change in find_changes(saved, current)]
+
+    old, new = {"settings": {}}, {"settings": {"dequantize_base": False, "base_weights": "()"}}
+    ((line, is_refused),) = find_lines(old, quantize_base="int8")
+    assert (
+        is_refused and "dequantized before they are rounded -> kept" in line and line.endswith("add --dequantize_base")
+    )
+    assert find_lines(old, quantize_base="int8", dequantize_base=True) == []
+    assert find_lines(old) == find_lines(old, dequantize_base=True) == find_lines(new, dequantize_base=True) == []
+    assert find_lines(new, quantize_base="int8") == []
+    recorded = {"settings": {}, "stored_rounding": KEPT}
+    ((line, _),) = find_lines(recorded, quantize_base="int8", dequantize_base=True)
+    assert line.endswith("remove --dequantize_base") and find_lines(recorded, quantize_base="int8") == []
+    plain = describe_rounding(ModelConfig(quantize_base="int8"), (), None)
+    assert plain is None, "weights that are not stored quantized resume as before"
 
 
 def test_fp4_is_not_taken_for_nf4():

@@ -304,6 +304,20 @@ def test_a_planted_mistake_fails_the_check_of_its_name(sentence, example):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["krea2", "chroma"])
+def test_the_call_without_guidance_is_found_and_the_mask_of_a_prompt_hides_its_padding(name):
+    """Krea 2 is without guidance at a scale of 0, of those that are tried; Chroma's pipeline made numbers of its mask."""
+    family, model = FAMILIES.get(name)(), detect_check_model(name, None)
+    case = build_own_case(family, model)
+    assert case.guidance_off == (0.0 if name == "krea2" else 1.0)
+    for sentence in (
+        "the denoiser is called as by the diffusers pipeline",
+        "prompts are encoded as by the diffusers pipeline",
+    ):
+        CHECKS[sentence](family, case)
+
+
+@pytest.mark.slow
 def test_the_example_passes_every_check_that_can_be_made(example):
     lines = list(run_models(["--check", FAMILY]))
     assert [line for line in lines[1:-1] if not line.startswith("pass")] == [

@@ -2,23 +2,29 @@
 
 import io
 import json
+import math
+import re
 import shutil
 import time
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from faulty_pictures import draw_picture, write_faulty_pictures
 from PIL import Image, ImageChops, ImageStat
+from safetensors import safe_open
 from web_pages import ORIGIN, open_page
 
 from library.atomic_files import compute_sha256
 from library.config.schema_data import DataConfig
 from library.dataset.dataset_config import load_dataset_config
+from library.demo import BUILT_IN_MODEL_DIR
 from library.models.families import FAMILY_FACTS
 from library.web.guard import MAX_BODY_BYTES, MAX_UPLOAD_BYTES
 from library.web.guided import step_pages
 from library.web.guided.card import GB, describe_plan, format_devices
-from library.web.guided.model_choices import build_model_values, list_choices
+from library.web.guided.family_pictures import OUTPUT_LEFT, WIDTH, build_picture, describe_parameters
+from library.web.guided.model_choices import build_demo_choice, build_model_values, list_choices
 from library.web.guided.picture_repairs import MendLog
 from library.web.guided.plain_words import FAMILY_SENTENCES, FIRST_FIELDS
 from library.web.guided.project import Project
@@ -435,6 +441,36 @@ def test_models_on_this_machine_are_listed_with_their_size_and_chosen(root, faul
     for choice in found.values():
         assert choice.sentence and (choice.family or not choice.is_usable)
         assert build_model_values(choice)["max_train_steps"]
+
+
+def test_the_picture_of_each_model_shows_the_facts_of_its_family(root):
+    """Every way of going in and coming out has words, what is drawn stays in its frame, and the sizes are the files'."""
+    pictures = {name: build_picture(facts, facts.pipeline.num_parameters) for name, facts in FAMILY_FACTS.items()}
+    for name, picture in pictures.items():
+        facts, (left, top, width, height) = FAMILY_FACTS[name], picture.output_box
+        kind, num_frames = facts.pipeline.kind, len(facts.sampling.frame_images)
+        assert picture.num_inputs == (num_frames if kind == "video" else kind == "edit"), name
+        assert ("video" in picture.text) == (kind == "video"), name
+        assert left >= OUTPUT_LEFT and left + width <= WIDTH and top >= 0 and top + height <= 60, name
+        assert width / height == pytest.approx(picture.width / picture.height, rel=0.02), name
+        assert 0 < picture.bar_width <= WIDTH - 8, name
+    areas = {name: math.prod(pictures[name].output_box[2:]) for name in ("sd1", "sdxl", "wan")}
+    assert areas["sd1"] < areas["wan"] < areas["sdxl"]
+    assert pictures["flux2_dev"].bar_width == pytest.approx(
+        pictures["flux"].bar_width * pictures["flux2_dev"].num_parameters / pictures["flux"].num_parameters, rel=0.01
+    )
+    with safe_open(BUILT_IN_MODEL_DIR / "unet" / "diffusion_pytorch_model.safetensors", "np") as weights:
+        counts = [math.prod(weights.get_slice(key).get_shape()) for key in weights.keys()]
+    assert build_demo_choice().picture.num_parameters == sum(counts)
+    assert describe_parameters(pictures["flux"].num_parameters) == ("{0} billion parameters", "12")
+    assert describe_parameters(sum(counts)) == ("{0} million parameters", "4")
+
+    page = open_page(root)
+    key = page.post("/api/train/new", json={"name": "mika"}).json()["key"]
+    korean = page.get(f"/train/model/{key}", headers={"Accept-Language": "ko"}).text
+    shown = re.findall(r'<svg class="model-picture".*?</svg>', korean, re.S)
+    assert len(shown) == korean.count('type="radio"') and "텍스트에서 832 × 480 픽셀 동영상" in korean
+    assert all(ElementTree.fromstring(each).get("aria-label") for each in shown)
 
 
 def test_the_files_are_written_checked_and_shown(root, faulty):

@@ -14,8 +14,10 @@ import pytest
 from chromium import Chromium, find_chromium
 from faulty_pictures import write_faulty_pictures
 from PIL import Image
+from web_pages import write_run
 
 ROOT = Path(__file__).resolve().parents[3]
+IMPORTED = ROOT / "tests" / "data" / "import"
 SCREENSHOTS = os.environ.get("LORIKEET_SCREENSHOTS", "")
 """A folder; if set, such as ``docs``, the pictures of docs/web.md are written there."""
 
@@ -125,49 +127,189 @@ def test_pictures_with_faults_become_a_lora_in_five_pages(window, tmp_path):
     assert window.errors == []
 
 
-def test_all_five_steps_can_be_taken_by_keys_alone(window, tmp_path):
-    window, address, root = window
-    write_faulty_pictures(root / "photos", count=12)
-    window.goto(f"{address}/train")
-    window.walk_to("#choose-machine")
-    window.press("Enter")
-    window.wait_for("document.querySelector('#machine-folders button')")
-    window.walk_to("#machine-folders button")
-    window.press("Enter")
-    window.wait_for_text("12 pictures, something to look at in")
+def check_names(window: Chromium) -> None:
+    """Check that the focus was seen on the way here, and that a screen reader has a name for all that can have it."""
+    assert window.faults == set() and window.list_unnamed_controls() == [], window.evaluate("location.pathname")
 
-    window.walk_to("[aria-label='Turn it upright: 00_turned.jpg']")
-    window.press("Enter")
-    window.wait_for("!document.querySelector(\"[aria-label='Turn it upright: 00_turned.jpg']\")")
-    window.wait_for("document.activeElement !== document.body")  # the focus goes to what comes next
-    window.walk_to("[aria-label^='Crop']")
-    window.press("Enter")
-    window.wait_for("document.activeElement.id === 'crop-position'")
-    window.press("End")
-    window.walk_to("#crop-apply")
-    window.press("Enter")
-    window.wait_for("document.querySelector('#undo').innerText === 'Undo (2)'")
-    window.walk_to("#next-step")
-    window.press("Enter")
 
-    window.wait_for("document.querySelector('.caption-row textarea')")
+def go_on(window: Chromium, step: str, selector: str) -> None:
+    check_names(window)
+    window.use("#next-step")
+    window.wait_for(f"location.pathname.startsWith('/train/{step}/') && document.readyState === 'complete'")
+    window.wait_for(f"document.querySelector('{selector}')")
+
+
+def mend_all_pictures(window: Chromium) -> None:
+    """Mend one fault after the other without Tab: the focus is at the next one each time."""
+    fault = "#faults .fault button"
+    window.walk_to(fault)
+    while window.evaluate(f"document.activeElement.matches('{fault}')"):
+        left = window.evaluate("document.querySelectorAll('#faults .fault').length")
+        is_crop = window.evaluate("document.activeElement.innerText").startswith("Crop")
+        window.press("Enter")
+        if is_crop:
+            window.wait_for_focus("#crop-position")
+            window.press("Escape")
+            window.wait_for_focus(fault)  # that of the same picture
+            assert window.evaluate("document.activeElement.innerText").startswith("Crop")
+            window.press("Enter")
+            window.wait_for_focus("#crop-position")
+            window.press("End")
+            window.use("#crop-apply")
+        window.wait_for(f"document.querySelectorAll('#faults .fault').length < {left}")
+        window.wait_for("document.activeElement !== document.body")
+    assert window.read_text("#summary") == "21 pictures, something to look at in 1"
+    window.use("#undo", modifiers=8)
+    window.wait_for_text("22 pictures")
+    window.wait_for_focus("#undo")
+
+
+def write_captions_by_keys(window: Chromium) -> None:
+    window.use("#tags-part summary")
+    window.walk_to("#tag")
+    window.type("mika_person")
+    window.press("Enter")
+    window.wait_for_text("captions changed")
+    window.wait_for("document.activeElement !== document.body")
     window.walk_to(".caption-row textarea")
     window.type("by keys ")
     window.press("Enter", 2)
     window.wait_for_text("saved")
-    assert any("by keys" in path.read_text() for path in (root / "photos").glob("*.txt"))
-    for step, selector in (("model", "[value=demo]"), ("card", "#memory"), ("start", "#o-output_name")):
-        window.walk_to("#next-step")
-        window.press("Enter")
-        window.wait_for(f"location.pathname.startsWith('/train/{step}/')")
-        window.wait_for(f"document.querySelector('{selector}')")
-        window.walk_to(selector)
-    window.wait_for("document.querySelector('#state').innerText !== 'checking…'")
-    window.walk_to("#all > summary")
-    window.press("Enter")
+
+
+def choose_settings_by_keys(window: Chromium) -> None:
+    window.wait_for_text("Nothing is wrong")
+    for name, text in {"max_train_steps": "4", "sample_every_n_steps": "2"}.items():
+        window.walk_to(f"#o-{name}")
+        window.type(text)  # what is there was selected by Tab
+    window.walk_to("#prompts")
+    window.type("mika_person, picture 07 --s 2")
+    window.use("#all > summary")
     window.walk_to("#all #find")
     window.type("ema_decay")
     window.walk_to("#o-ema_decay")
     window.press("Tab", 8)
     assert window.evaluate("document.activeElement.closest('#all') !== null"), "Shift and Tab go back"
+    window.use("#all > summary", modifiers=8)
+    window.wait_for_text("Nothing is wrong")
+    window.wait_for("!document.querySelector('#start').disabled")
+
+
+def look_at_pictures_by_keys(window: Chromium, picture: str) -> None:
+    """Open a picture, go to another one, fill the screen and leave: the focus is where it was."""
+    window.use(picture)
+    window.wait_for_focus("#viewer-close")
+    check_names(window)
+    shown = window.evaluate("document.querySelector('#viewer-over').src")
+    window.press("ArrowLeft")
+    assert window.evaluate("document.querySelector('#viewer-over').src") != shown
+    window.press("f")
+    window.wait_for("document.fullscreenElement?.id === 'viewer-body'")
+    window.press("f")
+    window.wait_for("!document.fullscreenElement")
+    window.press("Escape")
+    window.wait_for("!document.querySelector('#viewer').open")
+    window.wait_for_focus("#previews button")
+
+
+def look_at_the_run_by_keys(window: Chromium, folder: Path) -> None:
+    window.use("#star")
+    window.wait_for("document.querySelector('#star').getAttribute('aria-pressed') === 'true'")
+    window.use("#note-part summary")
+    window.walk_to("#note")
+    window.type("by keys")
+    window.press("Enter", 2)
+    window.wait_for("document.querySelector('#note-state').innerText === 'saved'")
+    window.walk_to("[role=tab]")
+    window.press("ArrowRight")
+    window.wait_for("document.querySelector('#previews img')")
+    assert window.evaluate("document.activeElement.id") == "tab-previews"
+    look_at_pictures_by_keys(window, "#previews tr:last-child td:last-child button")
+    window.walk_to("[role=tab]", modifiers=8)
+    for _ in range(3):
+        window.press("ArrowRight")
+    window.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(folder))
+    window.use("[data-panel=files] a[download][href*='mika.safetensors']")
+    deadline = time.monotonic() + 30
+    while not list(folder.glob("*.safetensors")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert list(folder.glob("*.safetensors"))
+
+
+def compare_delete_and_put_back_by_keys(window: Chromium) -> None:
+    window.use(".bar [href='/runs']")
+    window.wait_for("document.readyState === 'complete' && document.querySelectorAll('#rows tr').length === 3")
+    for name in ("other", "third"):
+        window.use(f"[aria-label='Compare {name}']", " ")
+    check_names(window)
+    window.use("#compare", modifiers=8)
+    window.wait_for("document.readyState === 'complete' && document.querySelector('#previews img')")
+    window.walk_to("#preview-step")
+    window.press("Home")
+    assert window.evaluate("document.activeElement.getAttribute('aria-valuetext')") == window.read_text(
+        "#preview-label"
+    )
+    window.press("End")
+    look_at_pictures_by_keys(window, "#previews tr:nth-child(2) td:last-child button")
+    window.use(".bar [href='/runs']", modifiers=8)
+    window.wait_for("document.readyState === 'complete' && document.querySelectorAll('#rows tr').length === 3")
+    window.use("[aria-label='Compare other']", " ")
+    window.use("#delete", modifiers=8)
+    window.wait_for_focus("[data-restore]")
+    assert "other" in window.read_text("#deleted-line[role=status]")
+    check_names(window)
+    window.press("Enter")
+    window.wait_for("document.querySelectorAll('#rows tr').length === 3")
+    window.wait_for_focus("#filter")
+
+
+def test_all_is_done_by_keys_alone_from_25_photographs_to_a_lora(window, tmp_path):
+    window, address, root = window
+    write_faulty_pictures(root / "mika")
+    for name in ("other", "third"):
+        write_run(root / "others", name, previews=1)
+    window.goto(f"{address}/train")
+    window.use("#choose-machine")
+    window.wait_for("document.querySelector('#machine-folders button')")
+    window.use("#machine-folders button")
+    window.wait_for_text("25 pictures, something to look at in 9")
+    mend_all_pictures(window)
+    go_on(window, "captions", ".caption-row textarea")
+    write_captions_by_keys(window)
+    go_on(window, "model", "[value=demo]")
+    window.walk_to("[value=demo]")
+    window.press("ArrowDown")  # a model of the hub, with its button
+    window.walk_to("#download")
+    window.walk_to("#models input", modifiers=8)
+    window.press("ArrowUp")
+    assert window.evaluate("document.activeElement.value") == "demo"
+    go_on(window, "card", "#memory")
+    window.walk_to("#memory")
+    go_on(window, "start", "#o-output_name")
+    choose_settings_by_keys(window)
+    check_names(window)
+    window.use("#start")
+    window.wait_for("location.pathname.startsWith('/runs/') && document.readyState === 'complete'")
+    window.wait_for("document.querySelector('#status')?.innerText === 'finished'", 300)
+    window.wait_for("document.querySelector('#state-change[role=status]').innerText === 'finished'")
+    check_names(window)
+    look_at_the_run_by_keys(window, tmp_path)
+    check_names(window)
+    compare_delete_and_put_back_by_keys(window)
+
+    window.use(".bar [href='/new']")
+    window.wait_for("document.readyState === 'complete' && document.querySelector('#state').innerText !== 'checking…'")
+    window.walk_to("#import")
+    window.answer_file_chooser([IMPORTED / "kohya_sdxl.json"])
+    window.wait_for_focus("#import-use")
+    check_names(window)
+    window.walk_to("#language", modifiers=8)
+    for key, language in (("ArrowDown", "ko"), ("ArrowUp", "en")):
+        window.press(key)
+        window.wait_for(f"document.documentElement.lang === '{language}' && document.readyState === 'complete'")
+        window.wait_for_focus("#language")
+    for path in ("pictures", "lora", "pictures/0/loras/mika/dataset.toml"):
+        window.goto(f"{address}/{path}")
+        window.wait_for("!document.querySelector('#grid') || document.querySelector('.cell')")
+        check_names(window)
     assert window.errors == []

@@ -1,15 +1,20 @@
 """Every text of the page is in the catalogue of every language, with the same parts to fill in, and none bypasses it."""
 
 import json
+import os
 import re
+import time
 from pathlib import Path
 
 import pytest
 from web_pages import open_page, write_run
 
+from library.report import charts
+from library.report.metric_series import MetricTable
 from library.web import languages, workbench
-from library.web.guided import model_choices, plain_words, step_pages
+from library.web.guided import family_pictures, model_choices, plain_words, step_pages
 from library.web.guided.caption_model import KNOWN_MODELS
+from library.web.languages import chart_texts
 from library.web.languages.catalogue import (
     LANGUAGES,
     choose_language,
@@ -43,7 +48,10 @@ def list_constants() -> set[str]:
     sentences = {*plain_words.FAMILY_SENTENCES.values(), *plain_words._KINDS.values()}
     states = set("waiting running stopping stopped finished failed".split())
     groups = {"To try it", "On this computer", "From the hub, downloaded when the run starts, or now"}
-    titles = {"Compare", "Log in", "Not possible", model_choices.build_demo_choice().sentence}
+    demo = model_choices.build_demo_choice()
+    titles = {"Compare", "Log in", "Not possible", demo.sentence, demo.facts}
+    drawn = {*family_pictures.TEXTS.values(), family_pictures.BILLION, family_pictures.MILLION}
+    titles |= drawn | {*chart_texts.CHART_TITLES, *chart_texts.CURVE_NAMES, *chart_texts.AGES}
     return literals - {"model"} | sections | fields | sentences | states | groups | titles | {*KNOWN_MODELS.values()}
 
 
@@ -139,3 +147,35 @@ def test_all_pages_come_in_each_language_and_english_is_as_before(tmp_path):
             assert len(texts) == (0 if language == "en" else len({*list_script_texts()}))
         assert ">学習一覧</a>" in page.get(path, headers={"Accept-Language": "ja"}).text
     assert languages.__doc__ and "<h1>Runs</h1>" in page.get("/runs", headers={"Accept-Language": "fr"}).text
+
+
+def test_charts_and_ages_are_in_the_language_of_the_reader(tmp_path):
+    """Every chart that can be drawn has a title and curves in all catalogues; names of runs are left as they are."""
+    metrics = write_run(tmp_path, "gain", steps=1)
+    write_run(tmp_path, "two", steps=1)
+    names = ["loss/timestep/0-1", "loss/timestep/1-2", "loss/bucket/64x64", "loss/bucket/96x96", "loss/dataset/a"]
+    names += ["loss/dataset/b", "speed/samples_per_second", "memory/peak_gb", "gradient_norm", "update/norm"]
+    names += ["data_wait_seconds", "validation/loss", "validation/base", "validation/gain", "validation/dataset/a"]
+    names += ["validation/timestep/1", "validation/base/timestep/1"]
+    names += [f"evaluation/{name}" for _, name in charts.EVALUATION_METRICS]
+    with metrics.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"step": 2, **dict.fromkeys(names, 0.5)}) + "\n")
+    table = MetricTable(metrics)
+    table.read_new_lines()
+    built = [*charts.build_curves(table), *charts.build_validation_charts(table), *charts.build_group_charts(table)]
+    titles = {each.title for each in (*built, *charts.build_comparison_charts({"gain": table}))}
+    assert titles == {*chart_texts.CHART_TITLES}
+    curves = {curve.name for chart in built for curve in chart.curves}
+    others = {name.rpartition("/")[2] for name in names} | {"unet", "GB", "dataset/a"}
+    assert curves - {*chart_texts.CURVE_NAMES} <= others
+
+    page = open_page(tmp_path)
+    korean, catalogue = {"Accept-Language": "ko"}, read_catalogue("ko")
+    answer = page.get("/api/charts/0/gain", headers=korean).json()
+    shown = {each["title"]: [curve["name"] for curve in each["curves"]] for each in answer["curves"]}
+    assert shown[catalogue["Loss"]] == [catalogue["each step"], catalogue["mean of 100 steps"]]
+    compared = page.get("/api/compare?run=0/gain&run=0/two", headers=korean).json()["curves"][0]
+    assert [curve["name"] for curve in compared["curves"]] == ["gain", "two"] and "손실" in compared["title"]
+    for path in (metrics, tmp_path / "gain.run.json"):
+        os.utime(path, (time.time() - 2 * 86_400 - 60,) * 2)
+    assert "2일 전" in page.get("/runs", headers=korean).text and "2 days ago" in page.get("/runs").text

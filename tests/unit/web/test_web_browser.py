@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from chromium import LOOK
 from PIL import Image
 from safetensors.torch import save_file
 from web_pages import write_run
@@ -23,18 +24,6 @@ ROOT = Path(__file__).resolve().parents[3]
 IMPORTED = ROOT / "tests" / "data" / "import"
 SCREENSHOTS = os.environ.get("LORIKEET_SCREENSHOTS", "")
 """A folder; if set, such as ``docs``, the pictures of docs/web.md are written there."""
-
-LOOK = """(selector) => {
-  const active = document.activeElement, box = active.getBoundingClientRect(), name = active.id || active.outerHTML;
-  if (active === document.body) return ["", false];
-  const x = Math.min(Math.max(box.left, 0) + box.right, 2 * innerWidth) / 2;
-  const y = (Math.max(box.top, 0) + Math.min(box.bottom, innerHeight)) / 2;
-  const shown = document.elementFromPoint(x, y), style = getComputedStyle(active);
-  if (!shown || !active.contains(shown) && !shown.contains(active)) return [`hidden: ${name}`, active.matches(selector)];
-  const isMarked = style.outlineStyle !== "none" && parseFloat(style.outlineWidth) > 0;
-  return [isMarked ? "" : `not marked: ${name}`, active.matches(selector)];
-}"""
-"""What is wrong with how the focus is seen, and whether it has arrived."""
 
 pytestmark = pytest.mark.slow
 
