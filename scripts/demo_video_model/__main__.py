@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKLWan, WanPipeline
 
-from .autoencoder import NUM_CLIPS, build_vae, draw_wandering_clips, set_linear_weights
+from .autoencoder import NUM_CLIPS, build_vae, draw_mixed_clips, set_linear_weights
 from .denoiser import TrainingState, build_scheduler, encode_dataset, train_denoiser
 from .lora_clips import write_lora_clips
 from .text import build_tokenizer
 
 SEED = 0
-DENOISER_STEPS = 2300
+DENOISER_STEPS = 1500
 
 
 def main(argv: Sequence[str]) -> None:
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> None:
 def run_vae(work: Path) -> None:
     """Compute the weights of encoder and decoder; the latents are fixed from here on."""
     vae = build_vae(SEED)
-    set_linear_weights(vae, draw_wandering_clips(NUM_CLIPS, SEED))
+    set_linear_weights(vae, draw_mixed_clips(NUM_CLIPS, SEED))
     vae.save_pretrained(work / "vae")
 
 

@@ -1,6 +1,6 @@
 """The demo video model's VAE: Wan's class, with weights that are computed and not trained.
 
-A latent stands for 8x8 pixels of one frame: their principal components.  Wan's VAE has no linear way from its input to
+A latent stands for 16x16 pixels of one frame: their principal components.  Wan's VAE has no linear way from its input to
 its output, but its layers have weights with which they are linear, up to a small error:
 
 - convolutions of 3x3x3 use the middle of their kernel, in time the last part of it;
@@ -20,15 +20,15 @@ from torch import Tensor, nn
 
 from library.randomness import derive_rng, derive_seed
 
-from .clips import SUBJECTS, draw_clip, load_emoji, turn, wander
+from .clips import SUBJECTS, draw_clip, load_emoji, turn, walk_right
 
-LATENT_CHANNELS, PATCH = 16, 8
+LATENT_CHANNELS, PATCH = 32, 16
 CHANNELS = 2 * LATENT_CHANNELS + 4
 """Each component with both signs, the constant channel, and three that are zero, for a number divisible by 4."""
 CONSTANT = 2 * LATENT_CHANNELS
 LARGE = 300.0
 """The constant channel; the others are of the order of 1."""
-NUM_CLIPS = 800
+NUM_CLIPS = 160
 
 
 def build_vae(seed: int) -> Any:
@@ -52,14 +52,14 @@ def build_vae(seed: int) -> Any:
         ).eval()
 
 
-def draw_wandering_clips(count: int, seed: int) -> Tensor:
-    """Draw clips (N, 3, frames, height, width) of all emoji as bytes: three quarters wander, the others turn."""
+def draw_mixed_clips(count: int, seed: int) -> Tensor:
+    """Draw clips (N, 3, frames, height, width) of all emoji as bytes: half of them turn, the others walk."""
     emoji = [load_emoji(subject) for subject in SUBJECTS]
     clips = []
     for number in range(count):
-        rng = derive_rng(seed, "demo_video/wander", number)
-        motion = turn(rng) if number % 4 == 3 else wander(rng)
-        clips.append(torch.from_numpy(np.ascontiguousarray(draw_clip(rng.choice(emoji), motion.track))))
+        rng = derive_rng(seed, "demo_video/vae_clips", number)
+        motion = turn(rng) if number % 2 else walk_right(rng)
+        clips.append(torch.from_numpy(np.ascontiguousarray(draw_clip(emoji[number // 2 % len(emoji)], motion.track))))
     return torch.stack(clips).permute(0, 4, 1, 2, 3).contiguous()
 
 

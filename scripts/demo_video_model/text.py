@@ -16,7 +16,7 @@ from .clips import BASE_MOTIONS, SUBJECTS
 
 TEXT_WIDTH, TEXT_TOKENS = 64, 512
 """Wan's transformer gets as many tokens of each text: zeros after those of the words."""
-OTHER_WORDS = ("a", "to", "the", "right", "left")
+OTHER_WORDS = ("a", "walks", "to", "the")
 WORD_START = "▁"
 PSEUDO_WORD_PARTS = ("lo", "ki", "sta", "pu", "mer", "zig", "ho", "spi", "ned", "tra", "wob", "ful", "gi", "cro", "es")
 
@@ -70,13 +70,13 @@ def encode_texts(tokenizer: Any, encoder: Any, texts: list[str], pad_to: int | N
 def draw_caption(subject: str, words: str, rng: random.Random) -> str:
     """Draw a caption: mostly subject and motion, sometimes one of them, a word that says nothing, or no text at all."""
     kind = rng.random()
-    if kind < 0.1:
+    if kind < 0.06:
         return ""
-    if kind < 0.18:
+    if kind < 0.09:
         return f"a {subject}"
-    if kind < 0.28:
+    if kind < 0.14:
         return f"a {subject} {_draw_pseudo_word(rng)}"
-    if kind < 0.34:
+    if kind < 0.18:
         return f"a {_draw_pseudo_word(rng)} {subject} {words}"
     return f"a {subject} {words}"
 
