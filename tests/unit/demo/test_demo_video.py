@@ -41,7 +41,7 @@ def test_the_flag_chooses_the_files_of_videos_and_options_override_them():
 
 def test_a_path_is_measured_by_its_form_wherever_it_is():
     loop = clip_drawing.loop(random.Random(0)).track
-    walk = clip_drawing.walk(random.Random(0)).track
+    walk = clip_drawing.walk_right(random.Random(0)).track
     fox = clip_drawing.load_emoji("fox")
     loops, walks = (clip_drawing.draw_clip(fox, track)[None] for track in (loop, walk))
 
@@ -57,19 +57,19 @@ def test_a_path_is_measured_by_its_form_wherever_it_is():
 def test_the_vae_encodes_the_components_of_each_patch_of_each_frame(monkeypatch):
     vae = build_vae(0)
     fox = clip_drawing.load_emoji("fox")
-    frames = clip_drawing.draw_clip(fox, clip_drawing.fly(random.Random(1)).track)
+    frames = clip_drawing.draw_clip(fox, clip_drawing.jump(random.Random(1)).track)
     clips = torch.from_numpy(frames).permute(3, 0, 1, 2)[None]
     set_linear_weights(vae, clips)
     latents = encode_clips(vae, clips)
     project, restore, center = compute_components(clips)
-    patches = (clips / 127.5 - 1).unfold(3, 8, 8).unfold(4, 8, 8).permute(0, 1, 6, 5, 2, 3, 4).flatten(1, 3).double()
+    patches = (clips / 127.5 - 1).unfold(3, 16, 16).unfold(4, 16, 16).permute(0, 1, 6, 5, 2, 3, 4).flatten(1, 3).double()
     centered = patches - center.view(1, -1, 1, 1, 1)
     expected = torch.einsum("zc,bcfhw->bzfhw", project, centered)
 
-    assert latents.shape == (1, 16, 9, 6, 6)
+    assert latents.shape == (1, 32, 9, 4, 4)
     assert (latents - expected).abs().max() < 1e-2 * expected.abs().max()
     whole = torch.einsum("cz,bzfhw->bcfhw", restore, expected) + center.view(1, -1, 1, 1, 1)
-    decoded = vae.decode(latents).sample.unfold(3, 8, 8).unfold(4, 8, 8).permute(0, 1, 6, 5, 2, 3, 4).flatten(1, 3)
+    decoded = vae.decode(latents).sample.unfold(3, 16, 16).unfold(4, 16, 16).permute(0, 1, 6, 5, 2, 3, 4).flatten(1, 3)
     assert (decoded - whole.clamp(-1, 1)).abs().max() < 0.05
 
 
@@ -77,7 +77,7 @@ def test_the_vae_encodes_the_components_of_each_patch_of_each_frame(monkeypatch)
 def test_training_with_one_counted_zero_equals_all_tokens_of_the_text():
     pipe = load_pipeline()
     generator = torch.Generator().manual_seed(0)
-    noisy, texts = torch.randn(2, 16, 9, 6, 6, generator=generator), ["a fox walks to the left", ""]
+    noisy, texts = torch.randn(2, 32, 9, 4, 4, generator=generator), ["a fox walks to the left", ""]
     timesteps = torch.tensor([900.0, 300.0])
     padded = encode_texts(pipe.tokenizer, pipe.text_encoder, texts, 512)
     expected = pipe.transformer(noisy, timesteps, padded, return_dict=False)[0]
