@@ -29,6 +29,7 @@ class Purpose:
     NOISE_OFFSET, MULTIRES_NOISE, INPUT_NOISE = "noise offset", "multires noise", "input noise"
     TEXT_DROPOUT, POSITION_CROP = "text encoder dropout", "position crop"
     CONTROL_DROPOUT = "control dropout"
+    SOUND_NOISE = "sound noise"
 
     # Sliders: how far a step denoises and at which size, by step; the crop that SDXL is told, by step and position.
     SLIDER_STEPS, SLIDER_SIZE, SLIDER_CROP = "slider steps", "slider size", "slider crop"
@@ -40,6 +41,7 @@ class Purpose:
     TIMESTEP_BUCKETS = "timestep buckets"
 
     VALIDATION_NOISE = VALIDATION_BATCH = "measured"
+    VALIDATION_SOUND_NOISE = "measured sound"
 
     # Initial weights of the adapter, by module: "PURPOSE/MODULE"; other adapter types use the names of their tensors.
     LORA_INIT = "lora"

@@ -75,6 +75,7 @@ RULES: Mapping[str, Mapping[str, TargetRule]] = {
         "z_image": _match_original(r"(layers|noise_refiner|context_refiner)\..*", r".*(_modulation|_refiner).*"),
         **_assign(TargetRule(r"transformer_blocks\..*", r".*(_mod_).*"), *QWEN_FAMILIES),
         "krea2": _EVERY_LAYER,
+        "ideogram4": _match_original(r"layers\..*", r".*adaln_modulation.*"),
         **_assign(
             _match_original(
                 r"blocks\..*", r".*(patch_embedding|text_embedding|time_embedding|time_projection|norm|head).*"
@@ -98,6 +99,7 @@ RULES: Mapping[str, Mapping[str, TargetRule]] = {
         **_assign(_match_part("layers"), "z_image", "ernie_image"),
         "lumina2": _match_part(r"(^|\.)(layers|noise_refiner|context_refiner)\."),
         "krea2": _match_original(r".*blocks.*"),
+        "ideogram4": _match_original(r".*layers.*"),
         "ltx2": _match_part("transformer_blocks"),
         "nucleus_image": _match_part("transformer_blocks", r".*img_mlp\.(experts|gate).*"),
         "hidream": _match_part("double_stream_blocks|single_stream_blocks", r".*ff_i\.(experts|gate).*"),

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from ..dataloader.augment import Augmenter
 from ..dataloader.batch import Moments, normalize_pixels
-from ..dataloader.images import BadSample, load_control_pixels, load_sample_pixels
+from ..dataloader.images import BadSample, load_control_pixels, load_sample_pixels, load_sample_sound
 from ..dataloader.loader import move_channels_first
 from ..dataloader.prepare import PreparedData
 from ..dataloader.worker_pool import prefetch_in_threads
+from ..dataset.clip_sound import Waveform
 from ..dataset.image_decoding import Pixels
 from ..dataset.mask_files import MaskPixels
 from ..diffusion.masked_loss import resize_mask_to_latents
@@ -31,15 +32,22 @@ from .distributed_encoding import CacheSpec, EncodedEntry, fill_cache, open_cach
 from .frozen_encoders import FrozenEncoders
 from .keys import LatentKeys, build_latent_keys, compute_encoder_fingerprint, get_cached_crop
 from .paths import LATENTS_DIR_NAME, TEMPORARY_FINGERPRINT
-from .readers import CONTROL_TENSOR, FRAME_COND_TENSOR, MASK_TENSOR, MOMENTS_TENSOR, LatentReader
+from .readers import (
+    CONTROL_TENSOR,
+    FRAME_COND_TENSOR,
+    MASK_TENSOR,
+    MOMENTS_TENSOR,
+    SOUND_TENSOR,
+    LatentReader,
+)
 
 logger = logging.getLogger(__name__)
 CACHE_DTYPES = {"float": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 PREFETCH_PER_THREAD = 2
 """The number of images that each thread reads ahead."""
 
-LoadedEntry = tuple[Pixels, MaskPixels | None, tuple[Pixels, ...]]
-"""An image, its mask and its control images."""
+LoadedEntry = tuple[Pixels, MaskPixels | None, tuple[Pixels, ...], Waveform | None]
+"""An image or clip, its mask, its control images and its sound."""
 
 
 @dataclass
@@ -107,16 +115,19 @@ class LatentEncoder:
         if isinstance(loaded, BadSample):
             return loaded
         controls = load_control_pixels(sample, assignment, self.augmenter.get_dataset(index), crop)
-        return controls if isinstance(controls, BadSample) else (*loaded, controls)
+        sound = load_sample_sound(sample)
+        if isinstance(controls, BadSample):
+            return controls
+        return sound if isinstance(sound, BadSample) else (*loaded, controls, sound)
 
     def _encode_images(self, pipe: Any, images: Mapping[int, LoadedEntry]) -> list[EncodedEntry]:
-        pixels = torch.from_numpy(np.stack([move_channels_first(image) for image, _, _ in images.values()]))
+        pixels = torch.from_numpy(np.stack([move_channels_first(image) for image, *_ in images.values()]))
         moments = self._encode_moments(pipe, pixels)
         frame_cond = self._encode_frame_cond(pipe, pixels, moments)
         finite = moments.isfinite().flatten(1).all(1).tolist()
         dtype = CACHE_DTYPES[self.encoders.cache.cache_precision]
         entries = []
-        for row, (index, (image, mask, controls)) in enumerate(images.items()):
+        for row, (index, (image, mask, controls, sound)) in enumerate(images.items()):
             sample = self.augmenter.manifest.samples[int(self.latent_keys.sample_indices[index])]
             value = moments[row] if finite[row] else self._reencode(pipe, pixels[row], sample.key)
             if value is None:
@@ -125,6 +136,8 @@ class LatentEncoder:
             tensors = {MOMENTS_TENSOR: value.to(dtype).cpu()}
             for name, rows in frame_cond.items():
                 tensors[FRAME_COND_TENSOR.format(name)] = rows[row].to(dtype).cpu()
+            if sound is not None:
+                tensors[SOUND_TENSOR] = self._encode_sound(pipe, sound, sample.num_frames).to(dtype).cpu()
             if mask is not None:
                 tensors[MASK_TENSOR] = self._resize_mask(mask, (value.shape[-2], value.shape[-1]))
             encoded = self._encode_controls(pipe, controls, image, sample.key)
@@ -161,6 +174,10 @@ class LatentEncoder:
         values = normalize_pixels(pixels.to(self.encoders.strategy.device))
         with torch.no_grad(), torch.autocast(values.device.type, enabled=False):
             return self.encoders.family.encode_frame_cond(pipe, values, Moments(moments))
+
+    def _encode_sound(self, pipe: Any, sound: Waveform, num_frames: int) -> Tensor:
+        with torch.no_grad(), torch.autocast(self.encoders.strategy.device.type, enabled=False):
+            return self.encoders.family.encode_sound(pipe, torch.from_numpy(sound.samples), sound.rate, num_frames)
 
     def _resize_mask(self, mask: MaskPixels, latent_size: tuple[int, int]) -> Tensor:
         """Resize a mask to the latents, on the device as training does."""

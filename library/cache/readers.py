@@ -30,8 +30,10 @@ from .keys import EncodedText, LatentKeys, compute_text_key, stack_keys
 from .store import CacheStore
 
 MOMENTS_TENSOR, MASK_TENSOR, CONTROL_TENSOR, FRAME_COND_TENSOR = "moments", "mask", "control_{}", "frame_{}"
+SOUND_TENSOR = "sound"
 """Tensors of a latent entry: (2, C, H, W), or (2, C, F, H, W) of models of videos; for an image with a mask (1, H, W)
-in 0..1 at latent resolution; the mean of each control image (C, H, W) or clip (C, F, H, W); ``Batch.frame_cond``."""
+in 0..1 at latent resolution; the mean of each control image (C, H, W) or clip (C, F, H, W); ``Batch.frame_cond``;
+the latents of sound (latents, channels)."""
 
 PREFETCH_STEPS = 2
 _VARIABLE_LENGTH_SUFFIX = "*"
@@ -80,6 +82,13 @@ class LatentReader:
         names = [name for name in read_tensor_spans(blobs[0]) if name.startswith(start) and name.endswith(end)]
         found = {name.removeprefix(start): stack_tensors(blobs, name) for name in names}
         return {name: value for name, value in found.items() if isinstance(value, Tensor)} or None
+
+    def read_sound(self, sample_indices: Sequence[int], flipped: Sequence[bool]) -> Tensor:
+        """Read the latents of the sound of samples of one bucket, which have some."""
+        sound = stack_tensors(self._read_blobs(sample_indices, flipped), SOUND_TENSOR)
+        if not isinstance(sound, Tensor):
+            raise AssertionError("sounds of one bucket differ in length")
+        return sound
 
     def _read_blobs(self, sample_indices: Sequence[int], flipped: Sequence[bool]) -> list[ByteArray]:
         rows = self._rows[list(sample_indices), [int(is_flipped) for is_flipped in flipped]].tolist()
@@ -164,6 +173,7 @@ class CachedLatentLoader:
             control_latents=self.latent_reader.read_controls(shard.sample_indices, flipped, len(samples[0].controls)),
             control_keys=control_keys,
             frame_cond=self.latent_reader.read_frame_cond(shard.sample_indices, flipped),
+            sound=self.latent_reader.read_sound(shard.sample_indices, flipped) if samples[0].has_sound else None,
             network_multiplier=self.augmenter.get_dataset(shard.sample_indices[0]).network_multiplier,
         )
         return batch.pin_memory() if self.pin_memory else batch

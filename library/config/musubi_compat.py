@@ -46,19 +46,16 @@ _FOLDER_ONLY = (
 MISSING_MODELS = {
     "networks.lora_framepack": f"FramePack, {_VIDEO}",
     "networks.lora_kandinsky": f"Kandinsky 5, {_FOLDER_ONLY}",
-    "networks.lora_ideogram4": f"Ideogram 4, {_MISSING}",
     "networks.lora_hidream_o1": f"HiDream-O1, {_MISSING}",
 }
 """The models of musubi-tuner that cannot be trained here, by their network modules."""
 
-MISSING_TASKS = {
-    **dict.fromkeys(("t2v-1.3B-FC", "t2v-14B-FC", "i2v-14B-FC"), "Wan 2.1 Fun-Control, which makes videos from clips"),
-}
-"""The models of musubi-tuner that cannot be trained here, by their tasks; those of Kandinsky 5 begin with k5."""
+FIRST_FRAME_TASK = "i2v-14B-FC"
+"""The task of Wan 2.1 Fun-Control whose clips begin with a given frame."""
 
 _SUPPORTED = (
     "the models of musubi-tuner that can be trained are FLUX.1 Kontext, FLUX.2, Qwen-Image, Wan 2.1 and 2.2 A14B,"
-    " HunyuanVideo, HunyuanVideo 1.5, Z-Image and Krea 2"
+    " HunyuanVideo, HunyuanVideo 1.5, Z-Image, Krea 2 and Ideogram 4"
 )
 
 
@@ -79,12 +76,10 @@ _CACHING_OPTIONS = """
 _OTHER_MODEL_OPTIONS = """
     bulk_decode dino_loss_backend dino_loss_every_n_steps dino_loss_feature_mode dino_loss_layer
     dino_loss_model_type dino_loss_no_norm dino_loss_resize dino_loss_use_gram dino_loss_weight
-    f1 force_nabla_attention i2v_mode ideogram4_timestep_mu
-    ideogram4_timestep_std initial_sigma latent_window_size log_loss_stats model_type nabla_P
+    f1 force_nabla_attention i2v_mode latent_window_size model_type nabla_P
     nabla_add_sta nabla_method nabla_wH nabla_wT nabla_wW no_nabla_add_sta no_vae_load noise_clip_std noise_scale_end
-    noise_scale_start offload_dit_during_sampling one_frame override_dit sampler_preset
+    noise_scale_start offload_dit_during_sampling one_frame override_dit
     scheduler_scale skip_t2i_visual_dummy text_encoder_clip text_encoder_qwen
-    unconditional_dit use_unconditional_dit_for_lora_sampling validate_caption_structure warn_on_caption_issues
 """.split()
 
 MUSUBI_OPTIONS: Mapping[str, OptionVerdict] = {
@@ -105,6 +100,16 @@ MUSUBI_OPTIONS: Mapping[str, OptionVerdict] = {
     ),
     "dit_dtype": NoEffectOption("the model computes in the dtype of mixed_precision"),
     "text_encoder_dtype": TEXT_PRECISION,
+    "unconditional_dit": _TURBO,
+    **dict.fromkeys(
+        ("initial_sigma", "sampler_preset", "use_unconditional_dit_for_lora_sampling"),
+        NoEffectOption("previews only: --s and --l of a prompt set steps and guidance", is_explained=True),
+    ),
+    **dict.fromkeys(("ideogram4_timestep_mu", "ideogram4_timestep_std"), NoEffectOption("musubi-tuner reads neither")),
+    **dict.fromkeys(
+        ("log_loss_stats", "validate_caption_structure", "warn_on_caption_issues"),
+        NoEffectOption("only what a run prints of losses and captions"),
+    ),
     "offload_inactive_dit": NoEffectOption(
         "memory only: with --blocks_to_swap 80 --block_swap_ring_size 40 the idle transformer waits in CPU memory"
     ),
@@ -150,9 +155,8 @@ def find_missing_model(settings: Collection[RawSetting]) -> Problem | None:
         text = f"{module} is musubi-tuner's module of {MISSING_MODELS[module]}"
         return Problem("network_module", text, _SUPPORTED, place=place)
     task = _find_text(settings, "task")
-    model = "Kandinsky 5" if task.startswith("k5") else MISSING_TASKS.get(task)
-    if model is not None:
-        text = f"{task} is {model}; it is not supported yet"
+    if task.startswith("k5"):
+        text = f"{task} is Kandinsky 5; it is not supported yet"
         return Problem("task", text, _SUPPORTED, place=_find_place(settings, "task"))
     return None
 
@@ -188,6 +192,8 @@ def list_musubi_values(values: Mapping[str, Any]) -> dict[str, Any]:
         taken["noise_experts"] = expert
     if adapter.network_module == KONTEXT_MODULE and not values.keys() & {"model_version", "family"}:
         taken["model_version"] = KONTEXT_VERSION
+    if values.get("model_version") == FIRST_FRAME_TASK and "image_to_video" not in values:
+        taken["image_to_video"] = True
     return taken
 
 

@@ -270,6 +270,9 @@ class ModelConfig:
         needs=(OfModel(),),
         changes_text_outputs=False,
     )
+    train_audio: bool = define_option(
+        False, "train clips with sound (LTX-2); needs cached latents", needs=(OfModel(),), changes_text_outputs=False
+    )
     control: Literal["none", "omini", "channels"] = define_option(
         "none",
         "train conditioning on images: omini: OminiControl, the condition as extra tokens, with LoRA on these only "
@@ -424,8 +427,7 @@ class TrainConfig:
     )
     initial_step: int | None = define_option(
         None,
-        "start after this many steps, whose images and noise are skipped; with network_weights, to go on from a LoRA "
-        "file",
+        "start after this many steps, whose images and noise are skipped; with network_weights, go on from a LoRA file",
         minimum=1,
         needs=ALWAYS,
         is_unset_by_zero=True,

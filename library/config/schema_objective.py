@@ -16,6 +16,7 @@ TimestepSampling = Literal[
     "flux2_shift",
     "qwen_shift",
     "krea2_shift",
+    "ideogram4_shift",
     "nextdit_shift",
     "logsnr",
     "qinglong_flux",
@@ -246,6 +247,12 @@ class LossConfig:
         "huber, smooth_l1: factor of the threshold at all timesteps",
         needs=(HasValue("loss_type", ("huber", "smooth_l1")),),
         metadata_key="ss_huber_scale",
+    )
+    audio_loss_weight: float = define_option(
+        1.0,
+        "weight of the loss of sound beside that of frames (train_audio), each the mean over its latents",
+        minimum=0,
+        needs=(IsSet("train_audio"),),
     )
     min_snr_gamma: float | None = define_option(
         None,

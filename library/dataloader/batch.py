@@ -15,6 +15,9 @@ from .images import BadSample
 EXTRA_TEXT_TOKENS = 64
 """Tokens that a lengthened text gains: more than models pad to."""
 
+PROBED_SOUND_LATENTS = 4
+"""Latents of sound of a trial batch: attention over a single one gives queries and keys no gradient."""
+
 EXTRA_TEXT = " ".join(["a picture of things, of which nobody knows the name,"] * 4)
 TextLength = Literal["same", "longer", "shorter"]
 Cond = dict[str, Tensor | list[Tensor]]
@@ -62,6 +65,7 @@ class PixelBatch:
     control_latents: tuple[Tensor, ...] = ()  # cached ones, instead: (B, C, H, W), or (B, C, F, H, W)
     control_keys: tuple[str, ...] = ()  # a text for each sample that identifies its control images
     frame_cond: dict[str, Tensor] | None = None  # cached ``Batch.frame_cond``
+    sound: Tensor | None = None  # (B, latents, channels): cached latents of sound; None where the samples have none
     network_multiplier: float = 1.0  # the strength of the LoRA while the batch is trained
 
     def __len__(self) -> int:
@@ -96,7 +100,8 @@ class PixelBatch:
     ) -> "PixelBatch":
         """Build a batch of black images of this (width, height), without masks, with these captions repeated.
 
-        With ``num_frames``, they are clips, whose latent frames ``frame_rule``, that of the model, counts.
+        With ``num_frames``, they are clips, whose latent frames ``frame_rule``, that of the model, counts; they have
+        sound if it counts latents of sound.
         """
         width, height = image_size
         rows = [number % len(self) for number in range(batch_size)]
@@ -140,11 +145,15 @@ class PixelBatch:
             control_pixels=controls if self.moments is None else (),
             control_latents=() if self.moments is None else controls,
             frame_cond=frame_cond,
+            sound=None if frame_rule is None else _build_silence(frame_rule, batch_size, num_frames),
             network_multiplier=self.network_multiplier,
         )
 
     def crop_first_image(self, max_size: int, frame_rule: FrameRule | None = None) -> "PixelBatch":
-        """The first image, or first frame, without its mask and at most ``max_size`` wide and high."""
+        """The first image, or first frame, without its mask and at most ``max_size`` wide and high.
+
+        Of a model that is trained on sound, it has some silence, whether the batch has sound or not.
+        """
         height, width = self.size_conditioning[0, 4:].int().tolist()
         factor = 1 if self.moments is None else height // self.moments.mean_and_std.shape[-2]
         controls = self.control_pixels or self.control_latents
@@ -157,6 +166,8 @@ class PixelBatch:
             _copy_corner(self.moments.mean_and_std, crop.moments.mean_and_std)
         for image, target in zip(controls, crop.control_pixels or crop.control_latents, strict=True):
             _copy_corner(image, target)
+        if crop.sound is not None:
+            crop = replace(crop, sound=crop.sound.new_zeros(1, PROBED_SOUND_LATENTS, crop.sound.shape[2]))
         return crop
 
     def vary_text_lengths(self, lengths: Sequence[TextLength]) -> "PixelBatch":
@@ -223,6 +234,13 @@ def _build_zeros(value: Tensor, batch_size: int, size: Sequence[int]) -> Tensor:
     return value.new_zeros(batch_size, value.shape[1], frames, *size[1:])
 
 
+def _build_silence(rule: FrameRule, batch_size: int, num_frames: int) -> Tensor | None:
+    """Build latents of sound that are zeros; None for a model that is trained without."""
+    if not rule.sound_rate:
+        return None
+    return torch.zeros(batch_size, rule.count_sound_latents(num_frames), rule.sound_channels)
+
+
 def _select_rows(value: Tensor | list[Tensor], rows: Sequence[int]) -> Tensor | list[Tensor]:
     return [value[row] for row in rows] if isinstance(value, list) else value[list(rows)]
 
@@ -272,6 +290,8 @@ class Batch:
     resolution_sides: tuple[int, ...] = ()  # sides in pixels of squares with the areas of the datasets' resolutions
     frame_cond: Mapping[str, Tensor] = field(default_factory=dict)
     """What a model that continues images gets of the clip's own frames, by the family's own keys."""
+    sound: Tensor | None = None  # (B, latents, channels): clean latents of sound; None where the samples have none
+    noisy_sound: Tensor | None = None  # the same with noise, at the noise levels of the frames
     expert: str = ""
     """The expert of the noise levels of this batch, where the model has two."""
     build_draws: Callable[[str], list[random.Random]] | None = None

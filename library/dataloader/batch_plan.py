@@ -26,9 +26,10 @@ from ..randomness import Purpose
 from .repeats import IndexArray, build_bucket_repeats, draw_permutation, draw_random_keys, shuffle_with_repeats
 
 
-def format_bucket_size(resolution: tuple[int, int], num_frames: int = 1) -> str:
+def format_bucket_size(resolution: tuple[int, int], num_frames: int = 1, *, has_sound: bool = False) -> str:
     """Format the size of a bucket: ``512x288``, of clips with their frames ``512x288x81``."""
-    return f"{resolution[0]}x{resolution[1]}" + (f"x{num_frames}" if num_frames > 1 else "")
+    frames = f"x{num_frames}" if num_frames > 1 else ""
+    return f"{resolution[0]}x{resolution[1]}{frames}{' with sound' if has_sound else ''}"
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,11 @@ class Bucket:
     dataset_index_in_file: int = 0
     control_resolutions: tuple[tuple[int, int], ...] = ()  # the resolutions of the control images of each sample
     num_frames: int = 1  # of each sample; 1 for images
+    has_sound: bool = False  # which is trained together with the frames
 
     def format_size(self) -> str:
         """Format width, height and, of clips, frames."""
-        return format_bucket_size(self.resolution, self.num_frames)
+        return format_bucket_size(self.resolution, self.num_frames, has_sound=self.has_sound)
 
 
 @dataclass(frozen=True)

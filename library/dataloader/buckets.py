@@ -200,14 +200,15 @@ def assign_controls(
     return tuple(assigned)
 
 
-BucketKey = tuple[int, tuple[int, int], int, tuple[tuple[int, int], ...]]
-"""What the samples of a bucket have in common: dataset, resolution, frames, and the resolutions of control images."""
+BucketKey = tuple[int, tuple[int, int], int, bool, tuple[tuple[int, int], ...]]
+"""What the samples of a bucket have in common: dataset, resolution, frames, whether they have sound, and the
+resolutions of control images."""
 
 
 def build_bucket_key(sample: Sample, assignment: BucketAssignment, dataset: DatasetConfig) -> BucketKey:
     """Build what a sample has in common with the others of its bucket."""
     controls = tuple(each.bucket_resolution for each in assign_controls(sample, assignment, dataset))
-    return sample.dataset_index, assignment.bucket_resolution, sample.num_frames, controls
+    return sample.dataset_index, assignment.bucket_resolution, sample.num_frames, sample.has_sound, controls
 
 
 def _assign_musubi_control(

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from ..dataset.clip_decoding import ClipError, read_clip_frames
 from ..dataset.clip_inspection import inspect_clip
+from ..dataset.clip_sound import Waveform, read_window_sound
 from ..dataset.clip_windows import FrameRule, FrameWindow, RateConversion
 from ..dataset.controls import ControlImage
 from ..dataset.image_decoding import Pixels, load_inpainting_mask, load_rgb_image
@@ -122,6 +123,16 @@ def _resize_frames(
     if number + 1 < length:
         raise ClipError(f"ends after {number + 1} of {length} frames")
     return pixels[0] if length == 1 else pixels
+
+
+def load_sample_sound(sample: Sample) -> Waveform | BadSample | None:
+    """Load the sound of a window, if it is trained."""
+    if sample.window is None or not sample.has_sound:
+        return None
+    try:
+        return read_window_sound(sample.image, sample.window)
+    except Exception as error:  # decoders raise almost anything on damaged data
+        return BadSample(str(sample.image), f"was readable at the start of the run, cannot be read now: {error}")
 
 
 def load_first_frame(sample: Sample) -> "tuple[Image, MaskPixels | None]":

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..atomic_files import write_atomic
 from ..dataset.clip_inspection import CLIP_TRAIT_DESCRIPTIONS
+from ..dataset.clip_windows import FrameRule
 from ..dataset.image_inspection import TRAIT_DESCRIPTIONS, InspectedImage
 from ..dataset.image_ref import ImageRef
 from ..dataset.schema import DatasetConfig
@@ -179,6 +180,18 @@ def _find_slow_clips(clips: "Sequence[ClipSummary]") -> Iterator[DataNotice]:
         yield from _build_notice(
             names, f"{{}} with fewer frames per second than the model's {target:g}: {effect}", "clip"
         )
+
+
+def collect_sound_notices(samples: "Sequence[Sample]", rule: FrameRule | None) -> list[DataNotice]:
+    """Tell how many windows have sound, of a run that trains it, and which clips have windows without."""
+    if rule is None or not rule.sound_rate:
+        return []
+    windows = [sample for sample in samples if sample.num_frames > 1]
+    heard = DataNotice(f"sound: {sum(sample.has_sound for sample in windows)} of {len(windows)} windows have sound")
+    counts: Counter[str] = Counter(sample.image.key for sample in windows if not sample.has_sound)
+    names = [f"{name} ({count} window{'s' * (count != 1)})" for name, count in counts.items()]
+    text = "{} with windows that have no sound, or in less than half of their time, trained on frames alone"
+    return [heard, *_build_notice(names, text, "clip")]
 
 
 def _compute_mean_rate(clip: "ClipSummary") -> float:

@@ -71,7 +71,7 @@ def build_validation_batches(
     for index, sample in enumerate(manifest.samples):
         members[build_bucket_key(sample, assignments[index], manifest.datasets[sample.dataset_index])].append(index)
     buckets, batches = [], []
-    for number, ((dataset_index, size, num_frames, controls), samples) in enumerate(sorted(members.items())):
+    for number, ((dataset_index, size, num_frames, has_sound, controls), samples) in enumerate(sorted(members.items())):
         batch_size = manifest.datasets[dataset_index].batch_size
         buckets.append(
             Bucket(
@@ -82,6 +82,7 @@ def build_validation_batches(
                 dataset_index_in_file=dataset_index,
                 control_resolutions=controls,
                 num_frames=num_frames,
+                has_sound=has_sound,
             )
         )
         batches += [

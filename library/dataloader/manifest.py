@@ -36,6 +36,11 @@ class Sample:
         return 1 if self.window is None else self.window.length
 
     @property
+    def has_sound(self) -> bool:
+        """Whether the sound of a window is trained together with its frames."""
+        return self.window is not None and self.window.has_sound
+
+    @property
     def identity(self) -> str:
         """What tells samples of different content apart: the file, and the window of a clip."""
         if self.window is None:

@@ -16,9 +16,15 @@ from ..dataset.mask_files import MaskScanResult, find_subsets_without_masks, sca
 from ..dataset.resolution_stages import build_stages, expand_resolution_schedule
 from ..dataset.scan import ImageDefect, ScanResult, scan_images
 from ..dataset.scan_cache import ScanRoots
-from ..dataset.schema import DatasetConfig
+from ..dataset.schema import DatasetConfig, SubsetConfig
 from ..dataset.sources import list_all_images
-from ..dataset.validate import find_unused_keys, report_clips, validate_epoch_length, validate_stages_not_empty
+from ..dataset.validate import (
+    find_untimed_clips,
+    find_unused_keys,
+    report_clips,
+    validate_epoch_length,
+    validate_stages_not_empty,
+)
 from ..errors import ConfigError, FileError
 from ..problems import Problem, report_file
 from ..storage.filesystems import RemoteOutage
@@ -28,6 +34,7 @@ from .invalid_images import (
     DataProblem,
     collect_clip_notices,
     collect_notices,
+    collect_sound_notices,
     format_problem_counts,
     is_summary_truncated,
     summarize_bad_data,
@@ -54,7 +61,7 @@ def build_manifest(
     datasets = [expanded[-1] for expanded in stages]
     listings = list(list_all_images(datasets))
     listing_problems = [problem for listing in listings for problem in listing.problems]
-    listing_problems += [report_clips(each.subset) for each in listings if each.has_clips and frame_rule is None]
+    listing_problems += _find_unsuited_clips([each.subset for each in listings if each.has_clips], frame_rule)
     notes += [note for listing in listings for note in listing.notes]
     found = [image for listing in listings for image in listing.images]
     bad = [DataProblem("missing", problem) for listing in listings for problem in listing.missing]
@@ -75,7 +82,7 @@ def build_manifest(
     if listing_problems or ((bad or unmatched) and on_invalid_images == "fail"):  # folders are not skipped
         bad_data = _collect_bad_data(bad, unmatched, num_unusable, total, scan.cache_folders)
         raise FileError([*listing_problems, *bad_data])
-    clip_notices = collect_clip_notices(datasets, built.clips)
+    clip_notices = [*collect_clip_notices(datasets, built.clips), *collect_sound_notices(samples, frame_rule)]
     notices = [*collect_notices(datasets, samples, assignments, scan.images), *clip_notices]
     notes = list(dict.fromkeys(notes))  # two datasets may use the same folder
     notes += dict.fromkeys([*scan.notes, *masks.notes, *controls.notes, *(notice.text for notice in notices)])
@@ -86,7 +93,7 @@ def build_manifest(
     for number in range(len(datasets)):
         samples, added = balance_regularization_images(samples, number)
         notes += added
-    if problems := list(_find_missing_samples(datasets, samples, split.validation_samples)):
+    if problems := list(_find_missing_samples(datasets, samples, split.validation_samples, frame_rule=frame_rule)):
         told = [Problem("", notice.text) for notice in clip_notices]  # such as which clips are too short
         raise FileError([*summarize_bad_data(bad), *told, *problems])
     return Manifest(
@@ -114,16 +121,31 @@ def _count_captions(listing: SubsetListing) -> tuple[int, int, str, int, int]:
     return listing.dataset, listing.index, listing.caption_source, listing.num_captions, len(listing.images)
 
 
+def _find_unsuited_clips(subsets: Sequence[SubsetConfig], frame_rule: FrameRule | None) -> Iterator[Problem]:
+    """Yield problems of clips for a model that takes none, or that needs the times of their sound."""
+    if frame_rule is None:
+        yield from map(report_clips, subsets)
+    elif frame_rule.sound_rate:
+        yield from find_untimed_clips(subsets)
+
+
 def _find_missing_samples(
-    datasets: Sequence[DatasetConfig], samples: Sequence[Sample], validation_samples: Sequence[Sample]
+    datasets: Sequence[DatasetConfig],
+    samples: Sequence[Sample],
+    validation_samples: Sequence[Sample],
+    *,
+    frame_rule: FrameRule | None,
 ) -> Iterator[Problem]:
-    """Yield a problem if nothing is left to train on, or no image has the mask that it should have."""
+    """Yield a problem if nothing is left to train on, or nothing has the mask or the sound that it should have."""
     if all(sample.is_reg for sample in samples):
         reason = "validation_split takes all of them" if validation_samples else ""
         yield Problem("", "no images left to train on", reason)
     else:
         masks = [sample.mask for sample in (*samples, *validation_samples)]
         yield from find_subsets_without_masks(datasets, masks)
+    if frame_rule is not None and frame_rule.sound_rate and not any(sample.has_sound for sample in samples):
+        reason = "no window that is trained has sound for at least half of its time"
+        yield Problem("train_audio", reason, "remove it to train frames alone")
 
 
 def _scan_all(found: Sequence[ListedImage], roots: ScanRoots) -> ScanResult[InspectedImage]:
@@ -208,7 +230,8 @@ class _SampleBuilder:
                 windows=tuple(sorted(Counter(length for _, length in windows).items())),
             )
         )
-        return [FrameWindow(start, length, clip) for start, length in windows]
+        found = [FrameWindow(start, length, clip) for start, length in windows]
+        return [replace(window, has_sound=window.is_heard()) for window in found] if rule.sound_rate else found
 
     def _build_sample(self, item: ListedImage, image: InspectedImage, window: FrameWindow | None) -> Sample:
         dataset = self.dataset_stages[item.dataset][-1]

@@ -348,7 +348,7 @@ def _build_buckets(manifest: Manifest, assignments: Sequence[BucketAssignment]) 
     for index, (sample, assignment) in enumerate(zip(manifest.samples, assignments, strict=True)):
         members[build_bucket_key(sample, assignment, manifest.datasets[sample.dataset_index])].append(index)
     buckets = []
-    for (dataset_index, resolution, num_frames, controls), indices in sorted(members.items()):
+    for (dataset_index, resolution, num_frames, has_sound, controls), indices in sorted(members.items()):
         dataset = manifest.datasets[dataset_index]
         repeats = array("d", [manifest.samples[index].repeats for index in indices])
         number = dataset.dataset_index_in_file
@@ -361,6 +361,7 @@ def _build_buckets(manifest: Manifest, assignments: Sequence[BucketAssignment]) 
                 dataset_index_in_file=number,
                 control_resolutions=controls,
                 num_frames=num_frames,
+                has_sound=has_sound,
             )
         )
     return tuple(buckets)

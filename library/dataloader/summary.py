@@ -30,6 +30,7 @@ class BucketSummary:
     from_step: int = 0  # the first step of the stage
     control_resolutions: tuple[tuple[int, int], ...] = ()
     num_frames: int = 1
+    has_sound: bool = False
 
 
 def summarize_buckets(assignments: Sequence[BucketAssignment], batch_plan: AnyBatchPlan) -> list[BucketSummary]:
@@ -50,6 +51,7 @@ def summarize_stage_buckets(assignments: Sequence[BucketAssignment], stage: Plan
                 resolution=bucket.resolution,
                 control_resolutions=bucket.control_resolutions,
                 num_frames=bucket.num_frames,
+                has_sound=bucket.has_sound,
                 sample_indices=tuple(bucket.sample_indices),
                 samples_per_epoch=shown,
                 batch_size=bucket.batch_size,
@@ -179,7 +181,8 @@ def _format_bucket_table(manifest: Manifest, buckets: Sequence[BucketSummary]) -
         cells = (
             bucket.dataset_index_in_file + 1,
             " + ".join(
-                format_bucket_size(size, bucket.num_frames) for size in (bucket.resolution, *bucket.control_resolutions)
+                format_bucket_size(size, bucket.num_frames, has_sound=bucket.has_sound)
+                for size in (bucket.resolution, *bucket.control_resolutions)
             ),
             len(bucket.sample_indices),
             bucket.samples_per_epoch,

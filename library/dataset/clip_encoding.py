@@ -1,16 +1,19 @@
 """Encode frames to files that can be looked at: MP4 through PyAV, animated WebP and GIF through Pillow.
 
-Sound of a clip belongs into the MP4 file, as a second stream beside that of ``encode_mp4``.
+Sound of a clip is a second stream of the MP4 file; animated images have none.
 """
 
 import io
 import itertools
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from PIL.Image import Image
 
 _ENCODERS = {"libx264": {"crf": "17"}, "mpeg4": {"qmin": "2", "qmax": "3"}}
@@ -21,12 +24,27 @@ PyAV's wheels have both.  MPEG-4 part 2, which FFmpeg encodes without another li
 _COLOR_MATRICES = {"libx264": 1, "mpeg4": 5}
 """The matrix of colors: BT.709, or BT.601 where the file cannot name one."""
 
+SOUND_RATE, SOUND_BITS_PER_SECOND = 48_000, 192_000
+"""The samples and bits per second of sound, which is AAC: FFmpeg encodes it itself, and all browsers play it."""
+
 _MILLISECONDS = 1000
 WEBP_QUALITY = 85
 
 
-def encode_mp4(frames: Sequence["Image"], fps: float) -> bytes:
-    """Encode frames of one size to an MP4 file at so many per second."""
+@dataclass(frozen=True)
+class SoundTrack:
+    """The sound of a clip."""
+
+    samples: "NDArray[np.float32]"  # (2, samples), in -1..1
+    rate: int  # samples per second
+
+    def change_speed(self, factor: float) -> "SoundTrack":
+        """Return the same sound played faster, and higher, by a factor."""
+        return SoundTrack(self.samples, round(self.rate * factor))
+
+
+def encode_mp4(frames: Sequence["Image"], fps: float, sound: SoundTrack | None = None) -> bytes:
+    """Encode frames of one size to an MP4 file at so many per second, with their sound if there is any."""
     import av
 
     name = next(name for name in _ENCODERS if name in av.codecs_available)
@@ -37,9 +55,30 @@ def encode_mp4(frames: Sequence["Image"], fps: float) -> bytes:
         # Colors of a pixel each have half the size of the frame, so odd sizes are cut by a line.
         stream.width, stream.height, stream.pix_fmt = max(2, width - width % 2), max(2, height - height % 2), "yuv420p"
         stream.codec_context.colorspace = _COLOR_MATRICES[name]
+        heard: Any = None
+        if sound is not None:
+            heard = container.add_stream("aac", rate=SOUND_RATE, layout="stereo")
+            heard.bit_rate = SOUND_BITS_PER_SECOND
         for packet in _encode_packets(stream, frames, _COLOR_MATRICES[name]):
             container.mux(packet)
+        if sound is not None:
+            for packet in _encode_sound(heard, sound):
+                container.mux(packet)
     return data.getvalue()
+
+
+def _encode_sound(stream: Any, sound: SoundTrack) -> Iterator[Any]:
+    """Encode sound of any rate; it is resampled to that of the stream."""
+    import av
+    import numpy as np
+
+    samples = np.ascontiguousarray(sound.samples.clip(-1, 1), np.float32)
+    frame: Any = av.AudioFrame.from_ndarray(samples, format="fltp", layout="stereo")
+    frame.sample_rate, frame.pts, frame.time_base = sound.rate, 0, Fraction(1, sound.rate)
+    resampler = av.AudioResampler("fltp", "stereo", SOUND_RATE, frame_size=stream.frame_size)
+    for part in [*resampler.resample(frame), *resampler.resample(None)]:
+        yield from stream.encode(part)
+    yield from stream.encode(None)
 
 
 def _encode_packets(stream: Any, frames: Sequence["Image"], matrix: int) -> Iterator[Any]:

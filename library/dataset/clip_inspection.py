@@ -7,7 +7,7 @@ images is a clip, too, each of which is decoded.  ``clip_decoding`` reads the fr
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from .clip_decoding import (
     open_video,
     read_clip_frames,
 )
+from .clip_sound import find_sound
 from .clip_windows import ClipFrames
 from .image_decoding import silence_pillow_warnings
 from .image_inspection import InspectedImage, build_inspection_version, inspect_image
@@ -25,7 +26,7 @@ from .image_ref import ImageRef
 from .scan import ImageDefect, InPlaceInspection, Inspector, describe_read_error, stat_file
 from .scan_cache import FileStamp
 
-CLIP_INSPECTION_VERSION = 1
+CLIP_INSPECTION_VERSION = 2
 """The version of the inspection, incremented when it may give another result for the same bytes."""
 
 CLIP_TRAIT_DESCRIPTIONS = {
@@ -93,6 +94,7 @@ def _pack_clip(clip: InspectedClip) -> list[Any]:
     frames = clip.frames
     rate = None if frames.rate is None else [frames.rate.numerator, frames.rate.denominator]
     duration = [frames.duration.numerator, frames.duration.denominator]
+    sound = None if frames.sound is None else [part for time in frames.sound for part in time.as_integer_ratio()]
     defect = [clip.defect.kind, clip.defect.text] if clip.defect else []
     return [
         *clip.size,
@@ -100,6 +102,7 @@ def _pack_clip(clip: InspectedClip) -> list[Any]:
         duration,
         rate,
         frames.first_pts,
+        sound,
         " ".join(_mark_spaces(clip.traits)),
         *defect,
     ]
@@ -110,8 +113,10 @@ def _mark_spaces(traits: Sequence[str]) -> Iterator[str]:
 
 
 def _unpack_clip(facts: list[Any], content_hash: str) -> InspectedClip:
-    width, height, num_frames, duration, rate, first_pts, traits, *defect = facts
-    frames = ClipFrames(num_frames, Fraction(*duration), None if rate is None else Fraction(*rate), first_pts)
+    width, height, num_frames, duration, rate, first_pts, sound, traits, *defect = facts
+    exact_rate = None if rate is None else Fraction(*rate)
+    times = None if sound is None else (Fraction(*sound[:2]), Fraction(*sound[2:]))
+    frames = ClipFrames(num_frames, Fraction(*duration), exact_rate, first_pts, sound=times)
     names = tuple(trait.replace("_", " ") for trait in traits.split())
     return InspectedClip((width, height), content_hash, ImageDefect(*defect) if defect else None, names, frames=frames)
 
@@ -175,7 +180,7 @@ def _inspect_video(image: ImageRef, content_hash: str) -> InspectedClip:
         return InspectedClip((0, 0), content_hash, ImageDefect("empty", "is empty; copy it again, or delete it"))
     with open_video(image) as (container, stream):
         packets = _read_packets(container, stream)
-        frames = _measure_frames(packets, stream)
+        frames = replace(_measure_frames(packets, stream), sound=packets.get_sound_times(stream))
         declared, length = stream.frames, (container.duration or 0) / av.time_base
     if declared and declared > len(packets.timestamps) + packets.num_discarded:
         text = f"is truncated: it has {len(packets.timestamps)} of {declared} frames; copy it again"
@@ -204,6 +209,12 @@ class _Packets:
     num_discarded: int
     max_key_distance: int  # the most frames from one key frame to the next
     end: float  # of all streams since the beginning of the file, in seconds
+    sound: tuple[Fraction, Fraction] | None  # the times of the file between which there is sound, in seconds
+
+    def get_sound_times(self, stream: Any) -> tuple[Fraction, Fraction] | None:
+        """Return the times of the sound in seconds after the first frame."""
+        first = self.timestamps[0] * stream.time_base
+        return None if self.sound is None else (self.sound[0] - first, self.sound[1] - first)
 
 
 def _read_packets(container: Any, stream: Any) -> _Packets:
@@ -211,7 +222,7 @@ def _read_packets(container: Any, stream: Any) -> _Packets:
     import av
 
     rows, discarded, distance, longest = list[tuple[int, int]](), 0, 0, 0
-    ends = dict[int, float]()
+    ends, sound, heard = dict[int, float](), find_sound(container), list[Fraction]()
     start = (container.start_time or 0) / av.time_base
     try:
         for packet in container.demux():
@@ -219,6 +230,8 @@ def _read_packets(container: Any, stream: Any) -> _Packets:
                 continue
             if packet.dts is not None:
                 ends[packet.stream_index] = float((packet.dts + (packet.duration or 0)) * packet.time_base) - start
+            if sound is not None and packet.stream_index == sound.index and packet.pts is not None:
+                heard += [packet.pts * packet.time_base, (packet.pts + (packet.duration or 0)) * packet.time_base]
             if packet.stream_index != stream.index:
                 continue
             distance = 1 if packet.is_keyframe else distance + 1
@@ -238,7 +251,9 @@ def _read_packets(container: Any, stream: Any) -> _Packets:
     timestamps = [pts for pts, _ in rows]
     if len(set(timestamps)) < len(timestamps):
         raise ClipError("has several frames with one timestamp; convert it again, such as with ffmpeg -i FILE NEW.mp4")
-    return _Packets(timestamps, rows[-1][1], discarded, longest, max(ends.values(), default=0.0))
+    times = (min(heard), max(heard)) if heard else None
+    end = max(ends.values(), default=0.0)
+    return _Packets(timestamps, rows[-1][1], discarded, longest, end=end, sound=times)
 
 
 def _measure_frames(packets: _Packets, stream: Any) -> ClipFrames:

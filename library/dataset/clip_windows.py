@@ -3,7 +3,7 @@
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal, get_args
 
@@ -17,7 +17,7 @@ VAE_FRAME_STRIDE = 4
 DEFAULT_MAX_FRAMES = 129
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class FrameRule:
     """What a model asks of the frames of a clip."""
 
@@ -29,6 +29,10 @@ class FrameRule:
     """The frames of one latent frame, where clips have a multiple of several; 0: ``stride``."""
     repeated_latents: int = 0
     """Copies of the first latent frame before it, which make the clip whole patches of several latent frames."""
+    sound_rate: float = 0.0
+    """The latents of sound per second of a model that is trained on the sound of clips, too; 0: on frames alone."""
+    sound_channels: int = 0
+    """The channels of a latent of sound."""
 
     def round_down(self, length: int) -> int:
         """Round a number of frames down to one that the model takes."""
@@ -37,6 +41,14 @@ class FrameRule:
     def count_latent_frames(self, length: int) -> int:
         """Count the latent frames of a clip of this length."""
         return (length - 1) // (self.frames_per_latent or self.stride) + 1 + self.repeated_latents
+
+    def count_sound_latents(self, length: int) -> int:
+        """Count the latents of the sound of a clip of this length."""
+        return round(length / self.fps * self.sound_rate)
+
+    def select_sound(self, *, has_sound: bool) -> "FrameRule":
+        """Return the rule for clips with sound or without."""
+        return self if has_sound else replace(self, sound_rate=0.0)
 
 
 @dataclass(frozen=True)
@@ -134,6 +146,7 @@ class ClipFrames:
     rate: Fraction | None  # frames per second; None if it varies, or for a folder of images
     first_pts: int = 0  # the timestamp of the first frame, in units of the stream
     conversion: RateConversion = RateConversion()
+    sound: tuple[Fraction, Fraction] | None = None  # when sound begins and ends, in seconds after the first frame
 
     @property
     def is_timed(self) -> bool:
@@ -183,11 +196,28 @@ class FrameWindow:
     start: int
     length: int
     clip: ClipFrames
+    has_sound: bool = False  # which is trained together with the frames
 
     @property
     def last(self) -> int:
         return self.start + self.length - 1
 
+    def get_times(self) -> tuple[Fraction, Fraction]:
+        """Return when the first frame appears and when the last one ends, in seconds after the first of the file.
+
+        Only the frames of a clip that is timed have times.
+        """
+        rate = Fraction(self.clip.conversion.target_fps or 1)
+        return self.start / rate, (self.start + self.length) / rate
+
+    def is_heard(self) -> bool:
+        """Whether the file has sound in at least half of the time of the window; one frame alone is an image."""
+        if self.length == 1 or self.clip.sound is None or not self.clip.is_timed:
+            return False
+        (start, end), (begins, ends) = self.get_times(), self.clip.sound
+        return 2 * (min(end, ends) - max(start, begins)) >= end - start
+
     def list_facts(self) -> tuple[str | int, ...]:
-        """List all that decides the frames of a given file."""
-        return ("frames", self.start, self.length, self.clip.conversion.describe())
+        """List all that decides the frames of a given file, and their sound."""
+        sound = ("sound",) if self.has_sound else ()
+        return ("frames", self.start, self.length, self.clip.conversion.describe(), *sound)

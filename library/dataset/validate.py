@@ -250,6 +250,18 @@ def report_clips(subset: SubsetConfig, title: str = "this model", video_models: 
     return subset.report(subset.source_key, f"{title} makes images, not videos", fix)
 
 
+def find_untimed_clips(subsets: Iterable[SubsetConfig]) -> Iterator[Problem]:
+    """Find the clips of a run that trains sound whose frames are counted, so that their sound has no time."""
+    for subset in subsets:
+        if subset.source_fps is not None:
+            reason, fix = "frames are counted, not timed, so that their sound is unknown (train_audio)", "remove it"
+            yield subset.report("source_fps", reason, fix, others=("train_audio",))
+        elif subset.keeps_all_frames:
+            reason = "without source_fps all frames are used, whatever their times, so that their sound is unknown"
+            fix = "set video_dir instead, or remove train_audio"
+            yield subset.report(subset.source_key, f"{reason} (train_audio)", fix, others=("train_audio",))
+
+
 def _can_have_controls(subset: SubsetConfig) -> bool:
     return any((subset.control_key, subset.metadata_file, subset.control_from_image, subset.parquet, subset.webdataset))
 

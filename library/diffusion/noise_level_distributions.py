@@ -11,17 +11,18 @@ from statistics import NormalDist
 from typing import Any
 
 from ..config.schema_objective import NoiseConfig
-from .timestep_shift import FLUX_DEV_SHIFT, KREA2_SHIFT, QWEN_SHIFT, DynamicShift, TimestepShift
+from .timestep_shift import FLUX_DEV_SHIFT, IDEOGRAM4_SHIFT, KREA2_SHIFT, QWEN_SHIFT, TimestepShift
 
 NUM_TRAIN_TIMESTEPS = 1000
 """Length of the noise schedule of every model but Kolors, whose process has its own, and the number of noise levels of
 ``sigma``."""
 
-SHIFTS_BY_SIZE: Mapping[str, DynamicShift] = {
+SHIFTS_BY_SIZE: Mapping[str, TimestepShift] = {
     "flux_shift": FLUX_DEV_SHIFT,
     "flux2_shift": FLUX_DEV_SHIFT,
     "qwen_shift": QWEN_SHIFT,
     "krea2_shift": KREA2_SHIFT,
+    "ideogram4_shift": IDEOGRAM4_SHIFT,
     "nextdit_shift": FLUX_DEV_SHIFT,
     "qinglong_flux": FLUX_DEV_SHIFT,
     "qinglong_qwen": QWEN_SHIFT,
@@ -33,6 +34,9 @@ QINGLONG_SHARES: Mapping[str, tuple[float, float, float]] = {
     "qinglong_qwen": (0.95, 0.0, 0.05),
 }
 """The shares of samples that ``qinglong`` draws as with the shift, as ``logsnr``, and at low noise."""
+
+IDEOGRAM4_DEVIATION = 1.5
+"""The standard deviation of ``logit(sigma)`` of ``ideogram4_shift``, as of the steps of the model's pipeline."""
 
 QINGLONG_LOW_NOISE = 5.36, 1.0
 """Mean and standard deviation of the log-SNR of the samples that ``qinglong`` draws at low noise."""
@@ -97,6 +101,8 @@ class NoiseDistribution:
             return ()
         if self.sampling == "logsnr":
             return (build_log_snr_part(1.0, noise.logit_mean, noise.logit_std),)
+        if self.sampling == "ideogram4_shift":
+            return (LogitNormal(1.0, math.log(self.compute_factor(num_tokens)), IDEOGRAM4_DEVIATION),)
         shifted, other, low = QINGLONG_SHARES.get(self.sampling, (1.0, 0.0, 0.0))
         parts = (
             LogitNormal(shifted, math.log(self.compute_factor(num_tokens)), noise.sigmoid_scale),

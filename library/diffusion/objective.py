@@ -28,6 +28,7 @@ class NoisyBatch:
     latents: Tensor  # noised: the input of the denoiser
     target: Tensor  # what the denoiser should predict
     timesteps: Tensor  # (B,), 0..1000
+    sound_target: Tensor | None = None  # what it should predict of the noised sound, where there is any
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,7 @@ TIMESTEP_SAMPLINGS: Mapping[str, Callable[[Tensor, NoiseDistribution, int], Tens
     **dict.fromkeys(
         ("sigmoid", "shift", "flux_shift", "flux2_shift", "qwen_shift", "krea2_shift"), shifted_sigmoid_quantile
     ),
-    **dict.fromkeys(("logsnr", "qinglong_flux", "qinglong_qwen"), mixture_quantile),
+    **dict.fromkeys(("logsnr", "ideogram4_shift", "qinglong_flux", "qinglong_qwen"), mixture_quantile),
     "sigma": sigma_quantile,
 }
 """The quantile function of each ``timestep_sampling``: sigma from ``u``, the distribution and the tokens."""

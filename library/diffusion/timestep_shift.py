@@ -43,7 +43,7 @@ class DynamicShift:
 
 @dataclass(frozen=True)
 class SquareRootShift:
-    """Shift that grows with the side of the image, as in CogView4's pipeline."""
+    """Shift that grows with the side of the image, as in the pipelines of CogView4 and Ideogram 4."""
 
     base_tokens: int
     offset: float
@@ -66,6 +66,9 @@ QWEN_SHIFT = DynamicShift((256, 0.5), (8192, 0.9))
 
 KREA2_SHIFT = DynamicShift((256, 0.5), (6400, 1.15))
 """The shift of Krea 2's scheduler; its last point is a square image of 1280 pixels."""
+
+IDEOGRAM4_SHIFT = SquareRootShift(1024, 0.0, 1.0)
+"""The shift of Ideogram 4's pipeline: the side of the image, in units of 512 pixels."""
 
 
 def build_timestep_shift(scheduler_config: Mapping[str, Any]) -> TimestepShift:

@@ -57,9 +57,17 @@ class DeepSpeedSettings:
         return "nvme" in (self.offload_optimizer_device, self.offload_param_device)
 
     def keep_in_host_memory(self) -> "DeepSpeedSettings":
-        """Return the settings that offload to host memory what these offload to files."""
+        """Return the settings that offload to host memory what these offload to files, which cannot be pinned."""
+        zero = dict(self.passthrough_config.get("zero_optimization", {}))
+        for section, device in (
+            ("offload_optimizer", self.offload_optimizer_device),
+            ("offload_param", self.offload_param_device),
+        ):
+            if device == "nvme" and section in zero:
+                zero[section] = {**zero[section], "pin_memory": False}
         return replace(
             self,
+            passthrough_config={**self.passthrough_config, "zero_optimization": zero},
             offload_optimizer_device=self.offload_optimizer_device and "cpu",
             offload_optimizer_path=None,
             offload_param_device=self.offload_param_device and "cpu",

@@ -67,6 +67,8 @@ def estimate_latent_cache(
             num_frames = prepared.manifest.samples[index].num_frames
             frames = 1 if frame_rule is None else frame_rule.count_latent_frames(num_frames)
             elements += sizes.count_moment_elements(prepared.assignments[index].bucket_resolution, frames)
+            if frame_rule is not None and prepared.manifest.samples[index].has_sound:
+                elements += frame_rule.count_sound_latents(num_frames) * frame_rule.sound_channels
             controls = (each.bucket_resolution for each in augmenter.assign_controls(index))
             elements += sum(sizes.count_moment_elements(size, frames) // 2 for size in controls)  # only their mean
         num_bytes = BYTES_PER_ELEMENT[cache.cache_precision] * elements

@@ -78,6 +78,8 @@ class LargestBatch:
     """Whether ``train_batch_size`` sets it, and no dataset file."""
     num_frames: int = 1
     """The frames of each sample; 1 for images."""
+    has_sound: bool = False
+    """Whether sound is trained together with the frames."""
 
 
 class FakeGroup:
@@ -488,7 +490,12 @@ class MetaRun:
         fields = (None, batch.captions, size_conditioning, loss_weights, positions, keys)
         controls = self._build_controls(pixels[:1], count, batch.control_sizes)
         frame_cond = {name: each.new_empty(count, *each.shape[1:]) for name, each in frame_cond.items()}
-        return PixelBatch(*fields, moments=moments, cond=cond, control_latents=controls, frame_cond=frame_cond or None)
+        built = PixelBatch(*fields, moments=moments, cond=cond, control_latents=controls, frame_cond=frame_cond or None)
+        rule = self.family.facts.pipeline.frames
+        if not batch.has_sound or rule is None:
+            return built
+        shape = count, rule.count_sound_latents(batch.num_frames), rule.sound_channels
+        return replace(built, sound=torch.empty(shape, device=META))
 
     def _build_controls(
         self, pixels: Tensor, count: int, control_sizes: Sequence[tuple[int, int]]

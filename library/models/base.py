@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from ..dataloader.batch import Batch, Cond, Moments
     from ..dataloader.sample_prompts import Prompt
+    from ..dataset.clip_encoding import SoundTrack
     from ..diffusion.expert_selection import NoiseExperts
     from ..diffusion.process import NoiseProcess
     from .detect import DetectedModel
@@ -195,6 +196,20 @@ class Family(ABC):
         """
         return {}
 
+    def encode_sound(self, pipe: Any, samples: Tensor, rate: int, num_frames: int) -> Tensor:
+        """Encode the sound (2, samples) of a window of so many frames to latents (latents, channels).
+
+        ``samples`` have a second before the window and one after it.  Only for families whose ``FrameRule`` counts
+        latents of sound.  Nothing is random here; the result is cached with the moments, and is ``Batch.sound``.
+        """
+        raise NotImplementedError(f"{self.facts.title} has no sound")
+
+    def predict_with_sound(
+        self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the denoiser as ``predict`` does; beside it return what it predicts of ``batch.noisy_sound``, if any."""
+        return self.predict(pipe, denoiser, noisy_latents, timesteps, batch), None
+
     def encode_control(self, pipe: Any, control: Tensor, pixels: Tensor) -> Tensor:
         """Encode a control image to what ``Batch.control_latents`` has of it; by default, the mean of its latents.
 
@@ -277,18 +292,41 @@ class Family(ABC):
         sampler: str | None,
     ) -> list[Image]:
         """Sample all frames of a preview as ``generate_image`` does; an image is one frame."""
-        from ..dataloader.images import load_control_clips, load_frame_images, load_preview_controls
-        from .sampling import sample_frames
+        from .sampling import sample_clip
 
-        sampling_kwargs = self.build_sampling_kwargs(pipe, prompt, cond, negative_cond)
-        rule = self.facts.pipeline.frames
+        sampling_kwargs = self.build_prompt_kwargs(pipe, prompt, cond, negative_cond)
+        return sample_clip(self, pipe, prompt, sampling_kwargs, generator=generator, sampler=sampler)[0]
+
+    def generate_clip(
+        self,
+        pipe: Any,
+        prompt: Prompt,
+        cond: Cond,
+        negative_cond: Cond,
+        generator: torch.Generator,
+        sampler: str | None,
+    ) -> tuple[list[Image], SoundTrack | None]:
+        """Sample all frames of a preview as ``generate_frames`` does, and its sound where the model makes some."""
+        frames = self.generate_frames(
+            pipe, prompt, cond, negative_cond=negative_cond, generator=generator, sampler=sampler
+        )
+        return frames, None
+
+    def build_prompt_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
+        """Build all arguments of the diffusers pipeline's call that depend on the prompt and its images."""
+        from ..dataloader.images import load_control_clips, load_frame_images, load_preview_controls
+
+        kwargs, rule = self.build_sampling_kwargs(pipe, prompt, cond, negative_cond), self.facts.pipeline.frames
         if rule is not None and self.facts.control.num_images[1]:
             size = self.facts.sampling.get_image_size(prompt.width, prompt.height)
-            sampling_kwargs |= self.build_control_clip_kwargs(pipe, load_control_clips(prompt, rule, size))
+            kwargs |= self.build_control_clip_kwargs(pipe, load_control_clips(prompt, rule, size))
         else:
-            sampling_kwargs |= self.build_control_kwargs(pipe, load_preview_controls(prompt))
-        sampling_kwargs |= self.build_frame_image_kwargs(pipe, *load_frame_images(prompt))
-        return sample_frames(self, pipe, prompt, sampling_kwargs, generator=generator, sampler=sampler)
+            kwargs |= self.build_control_kwargs(pipe, load_preview_controls(prompt))
+        return kwargs | self.build_frame_image_kwargs(pipe, *load_frame_images(prompt))
+
+    def decode_sampled_sound(self, pipe: Any, output: Any) -> SoundTrack | None:
+        """Decode the sound of what the pipeline returns for ``output_type="latent"``; None where it makes none."""
+        return None
 
 
 class T5Family(Family):

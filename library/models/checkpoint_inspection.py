@@ -203,6 +203,7 @@ def _find_shape(header: CheckpointHeader, key: str, facts: FamilyFacts | None = 
 
 _SIGNATURE_BY_CLASS: Mapping[str, tuple[str, str]] = {
     "AutoencoderKL": ("vae", "latent_channels"),
+    "AutoencoderKLFlux2": ("vae", "latent_channels"),
     "AutoencoderKLQwenImage": ("vae", "z_dim"),
     "AutoencoderKLWan": ("vae", "z_dim"),
     "AutoencoderKLHunyuanImage": ("vae", "latent_channels"),

@@ -30,7 +30,7 @@ from .checkpoint_inspection import (
     resolve_denoiser_source,
 )
 from .facts import FamilyFacts, FamilyMatch
-from .families import CONTROL_FAMILIES, EXPERT_FAMILIES, FAMILY_FACTS, IMAGE_TO_VIDEO_FAMILIES
+from .families import CONTROL_FAMILIES, EXPERT_FAMILIES, FAMILY_FACTS, IMAGE_TO_VIDEO_FAMILIES, SOUND_FAMILIES
 from .model_configs import (
     ConfigReader,
     ModelError,
@@ -370,6 +370,8 @@ def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> Detect
     detected = _select_expert(detected, model_config.noise_experts)
     if model_config.image_to_video:
         detected = replace(detected, family=IMAGE_TO_VIDEO_FAMILIES.get(detected.family, detected.family))
+    if model_config.train_audio:
+        detected = replace(detected, family=SOUND_FAMILIES.get(detected.family, detected.family))
     facts, problems, read = get_family_facts(detected.family), list[Problem](), get_config_reader(detected)
     sources, named = {}, set[str]()
     for option in COMPONENT_OPTIONS:

@@ -58,7 +58,7 @@ class PipelineFacts:
     frames: FrameRule | None = None
     """What a model of videos asks of the frames of clips; None: it makes images, and is trained on images only."""
     frame_encoders: tuple[str, ...] = ()
-    """The components besides the VAE that ``encode_frame_cond`` needs."""
+    """The components besides the VAE that ``encode_frame_cond`` needs, or that encode and decode sound."""
     num_parameters: int = 0
     """Number of parameters of the published denoiser; of its largest size, if there are several."""
     hub_id: str = ""

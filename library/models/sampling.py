@@ -12,6 +12,7 @@ from PIL.Image import Image
 from torch import nn
 
 from ..dataloader.sample_prompts import Prompt
+from ..dataset.clip_encoding import SoundTrack
 from .noise_schedulers import build_flow_scheduler, build_scheduler
 
 if TYPE_CHECKING:
@@ -40,15 +41,18 @@ def _seed_global_generators(seed: int, device: torch.device) -> Iterator[None]:
 
 
 @torch.no_grad()
-def sample_frames(
+def sample_clip(
     family: "Family",
     pipe: Any,
     prompt: Prompt,
     sampling_kwargs: Mapping[str, Any],
     generator: torch.Generator,
     sampler: str | None,
-) -> list[Image]:
-    """Sample the frames of a clip, or one image; ``sampling_kwargs`` are the family's arguments of the pipeline."""
+) -> tuple[list[Image], SoundTrack | None]:
+    """Sample the frames of a clip, or one image, and the sound of models that make some.
+
+    ``sampling_kwargs`` are the family's arguments of the pipeline.
+    """
     if family.build_noise_process(pipe).prediction_type == "flow":
         scheduler = build_flow_scheduler(pipe.scheduler, prompt.flow_shift)
     else:
@@ -68,7 +72,7 @@ def sample_frames(
     processor = getattr(sampling_pipe, "video_processor", None) or sampling_pipe.image_processor
     frames = pixels[0].transpose(0, 1) if pixels.ndim == 5 else pixels[:1]  # (frames, channels, height, width)
     images: list[Image] = processor.postprocess(frames, output_type="pil")
-    return images
+    return images, family.decode_sampled_sound(sampling_pipe, output)
 
 
 def _build_sampling_pipeline(pipe: Any, scheduler: Any) -> Any:

@@ -82,6 +82,7 @@ def validate_libaio() -> Iterator[Problem]:
         is_compatible = builder.is_compatible()
         if is_compatible:
             logger.info("loading DeepSpeed's async_io, which is compiled on first use (takes minutes)")
+            _warn_of_lock(builder.NAME)
             builder.load(verbose=False)
     except Exception as error:  # compilers raise exceptions of their own
         reason = str(error).partition("\n")[0]
@@ -89,6 +90,16 @@ def validate_libaio() -> Iterator[Problem]:
         return
     if not is_compatible:
         yield _report_nvme("DeepSpeed's async_io needs libaio and a compiler", LIBAIO_FIX)
+
+
+def _warn_of_lock(name: str) -> None:
+    """Name the lock of a compilation, for whose end torch waits without a word, even if its process was killed."""
+    from torch.utils import cpp_extension
+
+    lock = Path(cpp_extension._get_build_directory(name, verbose=False)) / "lock"
+    if lock.exists():
+        message = "%s is there: waiting for another process to compile; delete it if that process was killed"
+        logger.warning(message, lock)
 
 
 def _report_nvme(text: str, fix: str) -> Problem:

@@ -191,6 +191,7 @@ def list_run_checks() -> Sequence[RunCheck]:
         lambda config, facts: validate_model.validate_noise_experts(
             config.adapter, config.preview, facts.family, facts.optimizer_sharding_engine
         ),
+        lambda config, facts: validate_model.validate_sound(config, facts.family, facts.optimizer_sharding_engine),
         lambda config, facts: validate_model.validate_block_swap(
             config.train.blocks_to_swap, facts.family, facts.detected, facts.is_compile_enabled
         ),

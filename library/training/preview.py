@@ -8,7 +8,7 @@ import itertools
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from ..atomic_files import write_atomic
 from ..config.schema_output import PreviewConfig
 from ..dataloader.images import load_preview_controls
 from ..dataloader.sample_prompts import Prompt
-from ..dataset.clip_encoding import encode_mp4, encode_webp
+from ..dataset.clip_encoding import SoundTrack, encode_mp4, encode_webp
 from ..dataset.clip_windows import FrameRule
 from ..models.sampling import use_eval_mode
 from ..models.training_adapter import bypass_training_adapter
@@ -89,9 +89,9 @@ class Preview:
                 continue
             frames = None
             try:
-                frames, seed = self._generate_frames(run, index, prompt)
+                (frames, sound), seed = self._generate_frames(run, index, prompt)
                 if is_mine:
-                    files = encode_preview(frames, prompt.fps, run.task.family.facts.pipeline.frames)
+                    files = encode_preview(frames, prompt.fps, run.task.family.facts.pipeline.frames, sound)
                     self._save_files(run, index, files, seed)
                     drawn.append((index, files))
             except Exception as error:  # such as out of memory, or a limit of the sampler
@@ -106,8 +106,10 @@ class Preview:
             f"preview {index} after step {run.state.step}", ALL_RANKS_TIMEOUT_SECONDS
         )
 
-    def _generate_frames(self, run: TrainingRun, index: int, prompt: Prompt) -> "tuple[list[Image], int]":
-        """Return the frames and their seed."""
+    def _generate_frames(
+        self, run: TrainingRun, index: int, prompt: Prompt
+    ) -> "tuple[tuple[list[Image], SoundTrack | None], int]":
+        """Return the frames with their sound, if they have any, and their seed."""
         task, seed = run.task, prompt.seed
         if seed is None:
             seed = derive_seed(run.config.train.seed, Purpose.PREVIEW, index) % 2**32
@@ -118,11 +120,11 @@ class Preview:
             generator = torch.Generator().manual_seed(seed)
             sampler = prompt.sampler or self.config.sample_sampler
             model = run.strategy.unwrap_model(run.model)
-            with (
-                move_temporarily(task.pipe.vae, task.to_device.device),
-                scale_adapters(model, prompt.network_multiplier),
-            ):
-                return task.family.generate_frames(
+            with ExitStack() as moved:
+                for name in task.family.facts.image_encoders:
+                    moved.enter_context(move_temporarily(getattr(task.pipe, name), task.to_device.device))
+                moved.enter_context(scale_adapters(model, prompt.network_multiplier))
+                return task.family.generate_clip(
                     task.pipe, prompt, cond, negative_cond=negative, generator=generator, sampler=sampler
                 ), seed
 
@@ -136,11 +138,17 @@ class Preview:
             self.saved_paths.append(path)
 
 
-def encode_preview(frames: "Sequence[Image]", fps: float | None, rule: FrameRule | None) -> dict[str, bytes]:
-    """Encode a preview as a PNG file, or a clip as MP4 and WebP; ``fps`` None is the rate of the model."""
+def encode_preview(
+    frames: "Sequence[Image]", fps: float | None, rule: FrameRule | None, sound: SoundTrack | None = None
+) -> dict[str, bytes]:
+    """Encode a preview as a PNG file, or a clip as MP4 and WebP; ``fps`` None is the rate of the model.
+
+    Sound is as fast as the frames.
+    """
     if len(frames) == 1 or rule is None:
         data = io.BytesIO()
         frames[0].save(data, "PNG")
         return {".png": data.getvalue()}
     rate = fps or rule.fps
-    return {".mp4": encode_mp4(frames, rate), ".webp": encode_webp(frames, rate)}
+    sound = sound and sound.change_speed(rate / rule.fps)
+    return {".mp4": encode_mp4(frames, rate, sound), ".webp": encode_webp(frames, rate)}

@@ -18,6 +18,7 @@ from ..cache.keys import hash_controls
 from ..cache.readers import TextReader
 from ..dataloader.batch import Batch, Cond, Moments, PixelBatch, concatenate_cond, map_cond_tensors, normalize_pixels
 from ..diffusion.masked_loss import reduce_loss_per_sample, resize_mask_to_latents
+from ..diffusion.noise import copy_async
 from ..diffusion.objective import NoisyBatch, Objective
 from ..diffusion.timestep_sampling import draw_timestep_buckets
 from ..distributed.step_phases import record_phase
@@ -68,8 +69,11 @@ class StepInputs:
 
 
 TENSOR_FIELDS = {
-    "batch": ("latents", "cond", "size_conditioning", "loss_weights", "mask", "control_latents", "frame_cond"),
-    "noised": ("latents", "target", "timesteps"),
+    "batch": (
+        *("latents", "cond", "size_conditioning", "loss_weights", "mask", "control_latents", "frame_cond"),
+        *("sound", "noisy_sound"),
+    ),
+    "noised": ("latents", "target", "timesteps", "sound_target"),
 }
 
 
@@ -132,8 +136,21 @@ class DiffusionTask:
             self._draw_timestep_buckets(step, batch.global_positions),
             quantiles,
         )
+        batch, noised = self.add_noise_to_sound(
+            batch, noised, self.build_generators(Purpose.SOUND_NOISE, step, batch.global_positions)
+        )
         dropout_keys = None if self.dropout is None else self.dropout.sample_keys
         return StepInputs(batch, noised, dropout_keys, self._prepare_preserved(pixel_batch, batch, noised))
+
+    def add_noise_to_sound(
+        self, batch: Batch, noised: NoisyBatch, generators: Sequence[torch.Generator]
+    ) -> tuple[Batch, NoisyBatch]:
+        """Noise the sound of the samples, if they have some, at the timesteps of their frames."""
+        if batch.sound is None:
+            return batch, noised
+        drawn = torch.stack([torch.randn(batch.sound.shape[1:], generator=each) for each in generators])
+        sound = self.objective.add_noise_at(batch.sound, copy_async(drawn, batch.sound), noised.timesteps)
+        return replace(batch, noisy_sound=sound.latents), replace(noised, sound_target=sound.target)
 
     def _prepare_preserved(
         self, pixel_batch: PixelBatch, batch: Batch, noised: NoisyBatch
@@ -181,12 +198,21 @@ class DiffusionTask:
         if self.dropout is not None:
             self.dropout.sample_keys = inputs.dropout_keys
         denoiser = self.denoiser if denoiser is None else denoiser
-        predicted = self.family.predict(self.pipe, denoiser, noised.latents, noised.timesteps, batch)
-        loss = self.family.select_trained_frames(self.objective.compute_elementwise_loss(predicted, noised), batch)
-        losses = reduce_loss_per_sample(loss, batch.mask, normalize_by_area=self.normalize_masked_loss)
+        losses = self.compute_prediction_losses(denoiser, batch, noised)
         for preserved in inputs.preserved:
             losses = losses + preserved.weights * self._compute_preserved_losses(preserved, denoiser)
         return losses * self.objective.compute_loss_weights(noised.timesteps)
+
+    def compute_prediction_losses(self, denoiser: nn.Module, batch: Batch, noised: NoisyBatch) -> Tensor:
+        """Compute the loss of each sample (B,) without any weight of its timestep: of its frames, and of its sound."""
+        predicted, sound = self.family.predict_with_sound(self.pipe, denoiser, noised.latents, noised.timesteps, batch)
+        loss = self.family.select_trained_frames(self.objective.compute_elementwise_loss(predicted, noised), batch)
+        losses = reduce_loss_per_sample(loss, batch.mask, normalize_by_area=self.normalize_masked_loss)
+        if sound is None or batch.noisy_sound is None or noised.sound_target is None:
+            return losses
+        noisy_sound = NoisyBatch(batch.noisy_sound, noised.sound_target, noised.timesteps)
+        loss = self.objective.compute_elementwise_loss(sound, noisy_sound)
+        return losses + self.objective.loss_config.audio_loss_weight * reduce_loss_per_sample(loss, None)
 
     def _compute_preserved_losses(self, preserved: PreservedOutput, denoiser: nn.Module) -> Tensor:
         """Compute the loss of each sample (B,) against the prediction of the base model, of the whole image."""
@@ -250,7 +276,8 @@ class DiffusionTask:
         text = self._compute_text_length(pixel_batch) if self.family.facts.text.has_variable_length else None
         size = tuple(pixel_batch.size_conditioning[0, -2:].tolist())
         controls = [each.shape[-2:] for each in pixel_batch.control_pixels or pixel_batch.control_latents]
-        return len(pixel_batch), size, pixel_batch.frame_shape, tuple(controls), pixel_batch.mask is None, text
+        frames = pixel_batch.frame_shape, pixel_batch.sound is None
+        return len(pixel_batch), size, frames, tuple(controls), pixel_batch.mask is None, text
 
     def _compute_text_length(self, pixel_batch: PixelBatch) -> int:
         """Compute the padded length of the longest text, without encoding it."""
@@ -296,6 +323,7 @@ class DiffusionTask:
             control_latents=self._encode_controls(pixel_batch),
             resolution_sides=self.resolution_sides,
             frame_cond=frame_cond,
+            sound=None if pixel_batch.sound is None else self.to_device(pixel_batch.sound).float(),
         )
 
     def _encode_images(self, pixel_batch: PixelBatch) -> tuple[Moments, dict[str, Tensor]]:

@@ -56,7 +56,7 @@ class TrainableModules(nn.Module):
     @property
     def is_partly_idle(self) -> bool:
         """Whether a step trains a part of the modules only; which one, is the same on all ranks."""
-        return bool(getattr(self.denoiser, "is_partly_idle", False))
+        return any(getattr(self.denoiser, name, False) for name in ("is_partly_idle", "has_silent_steps"))
 
     @property
     def denoiser(self) -> nn.Module:

@@ -167,7 +167,13 @@ def list_batch_shapes(plan: MicroBatchSchedule, frame_rule: FrameRule | None = N
     ``frame_rule`` is that of the model.
     """
     shapes = {
-        BatchShape(bucket.resolution, bucket.batch_size, bucket.control_resolutions, bucket.num_frames, frame_rule)
+        BatchShape(
+            size=bucket.resolution,
+            batch_size=bucket.batch_size,
+            control_sizes=bucket.control_resolutions,
+            num_frames=bucket.num_frames,
+            frame_rule=frame_rule and frame_rule.select_sound(has_sound=bucket.has_sound),
+        )
         for bucket in plan.buckets
     }
     return sorted(shapes, key=lambda each: (each.num_pixels, each), reverse=True)

@@ -323,6 +323,25 @@ def validate_noise_experts(
             )
 
 
+def validate_sound(config: RunConfig, family: Family, engine: str) -> Iterator[Problem]:
+    """Sound is read once, while latents are cached, and trained by what knows steps without it."""
+    rule, option = family.facts.pipeline.frames, "train_audio"
+    if rule is None or not rule.sound_rate:
+        return
+    if config.data.slider_prompts is not None:
+        yield Problem(option, "slider_prompts trains without clips", "remove one", others=("slider_prompts",))
+    elif not config.cache.caches_latents:
+        text = "sound is read and encoded once, together with the latents of the clips"
+        yield Problem(option, text, "add --cache_latents_to_disk or --cache_latents", others=("cache_latents",))
+    if config.adapter.is_full:
+        yield Problem(option, "full training has not been tried with sound", "train lora", others=("train",))
+    if preserved := config.preservation.active_option:
+        text = "the output of the base model is preserved for frames alone"
+        yield Problem(option, text, f"remove it or {preserved}", others=(preserved,))
+    if engine and (reason := family.facts.blocks.unsupported_strategies.get(engine.lower())):
+        yield Problem(option, f"{engine}: {reason}", "use --fsdp")
+
+
 def validate_block_swap(
     blocks_to_swap: int | None, family: Family, detected: DetectedModel, is_compile_enabled: bool
 ) -> Iterator[Problem]:

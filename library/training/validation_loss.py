@@ -15,7 +15,6 @@ from ..config.schema_data import ValidateConfig
 from ..dataloader.batch import Batch, PixelBatch
 from ..dataloader.loader import ReadBatch, ValidationBatches, prefetch_batches
 from ..dataloader.run_plan import RunPlan
-from ..diffusion.masked_loss import reduce_loss_per_sample
 from ..models.sampling import use_eval_mode
 from ..optim.optimizers import use_eval_weights
 from ..randomness import Purpose
@@ -83,9 +82,9 @@ def compute_losses_at_quantile(task: DiffusionTask, batch: Batch, quantile_index
     draws = task.build_generators(Purpose.VALIDATION_NOISE, quantile_index, batch.global_positions)
     noise = torch.stack([torch.randn(latents.shape[1:], generator=draw) for draw in draws]).to(latents)
     noised = objective.add_noise_at(latents, noise, t)
-    predicted = task.family.predict(task.pipe, task.denoiser, noised.latents, noised.timesteps, batch)
-    loss = task.family.select_trained_frames(objective.compute_elementwise_loss(predicted, noised), batch)
-    losses = reduce_loss_per_sample(loss, batch.mask, normalize_by_area=task.normalize_masked_loss)
+    sound_draws = task.build_generators(Purpose.VALIDATION_SOUND_NOISE, quantile_index, batch.global_positions)
+    batch, noised = task.add_noise_to_sound(batch, noised, sound_draws)
+    losses = task.compute_prediction_losses(task.denoiser, batch, noised)
     return (losses * objective.compute_loss_weights(t)).float()
 
 

@@ -100,6 +100,8 @@ COUNTS = {
     ("ovis_image", "text_encoder"): 1_720_574_976,
     ("lumina2", "transformer"): 2_609_769_152,
     ("lumina2", "text_encoder"): 2_614_341_888,
+    ("ideogram4", "transformer"): 9_279_288_448,
+    ("ideogram4", "text_encoder"): 8_144_793_840,
     ("krea2", "transformer"): 12_820_073_036,
     ("krea2", "text_encoder"): 4_437_815_808,
     ("sana", "transformer"): 1_604_641_952,
@@ -118,6 +120,8 @@ COUNTS = {
     ("wan_flf2v", "transformer"): 16_395_536_704,
     ("wan_vace", "transformer"): 2_153_972_032,
     ("wan_vace_14b", "transformer"): 17_337_592_896,
+    ("wan_fun_control", "transformer"): 1_564_502_336,
+    ("wan_fun_control_14b", "transformer"): 16_395_124_544,
     ("wan22_t2v", "transformer_2"): 14_288_491_584,
     ("wan22_t2v", "transformer"): 14_288_491_584,
     ("wan22_i2v", "transformer"): 14_288_901_184,
@@ -365,8 +369,8 @@ def test_files_of_published_size_are_detected_with_original_and_diffusers_keys(c
     "config",
     (
         "sd3 sd3_5_medium flux flux_schnell chroma flux2_dev flux2_klein_4b z_image aura_flow lumina2 ovis_image "
-        "longcat_image krea2 anima flux3 hunyuan_image qwen_image21 pixart_sigma wan wan_14b "
-        "wan_i2v wan_flf2v wan_vace hunyuan_video hunyuan_video15"
+        "longcat_image krea2 ideogram4 anima flux3 hunyuan_image qwen_image21 pixart_sigma wan wan_14b "
+        "wan_i2v wan_flf2v wan_vace wan_fun_control hunyuan_video hunyuan_video15"
     ).split(),
 )
 @pytest.mark.slow

@@ -58,6 +58,7 @@ ORIGINAL_WRITERS: Mapping[str, Callable[[Any], Mapping[str, Tensor]]] = {
     "longcat_image": original_checkpoints.convert_longcat_image_transformer,
     "lumina2": original_checkpoints.convert_lumina2_transformer,
     "krea2": original_checkpoints.convert_krea2_transformer,
+    "ideogram4": original_checkpoints.convert_ideogram4_transformer,
     "sana": nn.Module.state_dict,
     "cogview4": nn.Module.state_dict,
     "anima": original_checkpoints.convert_anima_transformer,

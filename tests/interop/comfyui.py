@@ -40,6 +40,7 @@ MODEL_CLASSES = {  # a family that is not here is not in ComfyUI
     "ernie_image": "ErnieImage",
     "lumina2": "Lumina2",
     "krea2": "Krea2",
+    "ideogram4": "Ideogram4",
     "anima": "Anima",
     "hunyuan_image": "HunyuanImage21",
     "pixart_sigma": "PixArt",

@@ -472,8 +472,8 @@ def test_offloading_to_files_is_offloading_to_memory_to_the_bit_and_is_resumed(e
     sizes = [size for _, size in run("files", *files)]
     trained = load_file(tmp_path / "files" / "lora" / "unet" / "diffusion_pytorch_model.safetensors")
     weights = sum(each.nbytes for each in trained.values())
-    # Weights, their copy that is updated, its gradients, and two moments, of which each rank has half.
-    assert all(size > 4.5 * weights / 2 for size in sizes), (sizes, weights)
+    # Weights, their copy that is updated, its gradients twice, and two moments, of which each rank has half.
+    assert all(size > 5.5 * weights / 2 for size in sizes), (sizes, weights)
     for name in ("lora", "lora-ema", "lora-state"):
         assert_equal_to_the_bit(tmp_path / "memory" / name, tmp_path / "files" / name)
     resumed = copy_as_killed(tmp_path / "files", tmp_path / "resumed", 2)

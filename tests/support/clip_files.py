@@ -1,6 +1,7 @@
 """Tiny video files, made with PyAV: each frame has its number in its brightness, so that a test knows which it sees."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
@@ -33,6 +34,7 @@ def write_clip(
     times: Sequence[int] | None = None,
     rotation: int = 0,
     shade: int = 0,
+    sound: "Sound | None" = None,
 ) -> Path:
     """Write a clip; ``times`` in milliseconds give it a variable rate, ``rotation`` counts counterclockwise."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,9 +46,44 @@ def write_clip(
             stream.time_base = stream.codec_context.time_base = MILLISECOND
         if rotation:
             stream.set_display_rotation(rotation)
+        heard = None if sound is None else container.add_stream(sound.codec, rate=sound.rate, layout=sound.layout)
         for packet in stream_packets(stream, num_frames, size, times, shade):
             container.mux(packet)
+        for packet in [] if heard is None else stream_sound_packets(heard, sound):
+            container.mux(packet)
     return path
+
+
+@dataclass(frozen=True)
+class Sound:
+    """The sound of a clip: ``samples`` (channels, samples) in -1..1."""
+
+    samples: NDArray[np.float32]
+    rate: int = 48000
+    codec: str = "aac"
+    layout: str = "stereo"
+
+
+def draw_tone(seconds: float, rate: int = 48000, hertz: float = 440.0, channels: int = 2) -> NDArray[np.float32]:
+    """Draw a tone that gets louder from one end to the other, so that a test knows the time by its loudness."""
+    times = np.arange(round(seconds * rate)) / rate
+    tone = (0.1 + 0.4 * times / seconds) * np.sin(2 * np.pi * hertz * times)
+    return np.repeat(tone.astype(np.float32)[None], channels, 0)
+
+
+def stream_sound_packets(stream, sound: Sound) -> Iterable:
+    """Encode sound."""
+    values = sound.samples
+    if not stream.format.name.startswith("flt"):
+        integer = np.int16 if stream.format.name.startswith("s16") else np.int32
+        values = np.rint(values.astype(np.float64) * np.iinfo(integer).max).astype(integer)
+    values = values if stream.format.is_planar else values.T.reshape(1, -1)
+    frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(values), format=stream.format.name, layout=sound.layout)
+    frame.sample_rate, frame.pts, frame.time_base = sound.rate, 0, Fraction(1, sound.rate)
+    resampler = av.AudioResampler(stream.format.name, sound.layout, sound.rate, frame_size=stream.frame_size or None)
+    for part in [*resampler.resample(frame), *resampler.resample(None)]:
+        yield from stream.encode(part)
+    yield from stream.encode(None)
 
 
 def stream_packets(stream, num_frames: int, size: tuple[int, int], times: Sequence[int] | None, shade: int) -> Iterable:

@@ -249,6 +249,19 @@ def convert_z_image_transformer(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
+_IDEOGRAM4 = ((r"\.attention\.to_out\.0\.", ".attention.o."), (r"\.attention\.to_q\.", ".attention.qkv."))
+
+
+def convert_ideogram4_transformer(model: nn.Module) -> dict[str, Tensor]:
+    state, tensors = model.state_dict(), {}
+    for name, tensor in state.items():
+        if ".attention.to_q." in name:
+            tensor = torch.cat([state[name.replace("to_q", each)] for each in ("to_q", "to_k", "to_v")])
+        if not re.search(r"attention\.to_[kv]\.", name):
+            tensors[_apply_replacements(name, _IDEOGRAM4)] = tensor
+    return tensors
+
+
 _LUMINA2 = (
     (r"^time_caption_embed\.timestep_embedder\.linear_1", "t_embedder.mlp.0"),
     (r"^time_caption_embed\.timestep_embedder\.linear_2", "t_embedder.mlp.2"),
@@ -715,6 +728,7 @@ TRANSFORMERS = {
     "ernie_image": nn.Module.state_dict,
     "lumina2": convert_lumina2_transformer,
     "krea2": convert_krea2_transformer,
+    "ideogram4": convert_ideogram4_transformer,
     "sana": nn.Module.state_dict,
     "cogview4": nn.Module.state_dict,
     "anima": convert_anima_transformer,
@@ -726,7 +740,9 @@ TRANSFORMERS = {
     "kandinsky5_image": nn.Module.state_dict,
     "hunyuan_video": convert_hunyuan_video_transformer,
     "hunyuan_video15": convert_hunyuan_video15_transformer,
-    **dict.fromkeys(("wan", "wan_i2v", "wan_flf2v", "wan_vace", "wan22_ti2v"), convert_wan_transformer),
+    **dict.fromkeys(
+        ("wan", "wan_i2v", "wan_flf2v", "wan_vace", "wan_fun_control", "wan22_ti2v"), convert_wan_transformer
+    ),
 }
 """How to write the denoiser of each family with the names of its published file."""
 

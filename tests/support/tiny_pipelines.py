@@ -42,6 +42,7 @@ from library.models.model_configs import load_bundled_config
 from library.models.weights import build_random_component
 from library.registry import copy_class_name
 from library.tools.family_check.cases import HEIGHT, WIDTH, TinyCase, build_batch, return_unchanged
+from library.tools.family_check.checks import TEXTS
 
 
 def _draw_tensors(*shapes: tuple[int, ...]) -> list[Tensor]:
@@ -864,8 +865,8 @@ def _build_clip_encoder(normalize: Callable[[Any, Tensor], Tensor]) -> Callable[
     return lambda pipe, clips: normalize(pipe, pipe.vae.encode(clips).latent_dist.mode())
 
 
-def wan(name: str = "wan") -> TinyCase:
-    texts, latents = _draw_tensors((512, 16), (4, 1, HEIGHT // 8, WIDTH // 8))
+def wan(name: str = "wan", channels: int = 4) -> TinyCase:
+    texts, latents = _draw_tensors((512, 16), (channels, 1, HEIGHT // 8, WIDTH // 8))
     texts[0, 13:], texts[1, 7:] = 0, 0
     one_frame = {"num_frames": 1}
 
@@ -980,6 +981,35 @@ def wan_vace() -> TinyCase:
         untrained=r".*\.proj_(in|out)$",
         tolerances={"rtol": 1e-5, "atol": 1e-5},  # of latents that are divided here, and multiplied there
     )
+
+
+def _add_control(tiny: TinyCase, family: Any) -> TinyCase:
+    """Give both rows of a case one control clip, and as many frames as the case has."""
+    ((image,),) = draw_control_clips(1, 1)
+    clip = [image] * tiny.num_frames
+    arguments = {"control_video": clip}
+    return replace(
+        tiny,
+        batch=replace(tiny.batch, control_latents=encode_control_clips(family, tiny.pipe, [clip])),
+        call={**tiny.call, **arguments},
+        sizes={**tiny.sizes, **arguments},
+        texts={**tiny.texts, **arguments},
+        controls=(image,),
+        tolerances={"rtol": 1e-5, "atol": 1e-5},  # of latents that are divided here, and multiplied there
+    )
+
+
+def wan_fun_control() -> TinyCase:
+    return _add_control(wan("wan_fun_control", 3), FAMILIES.get("wan_fun_control")())
+
+
+def wan_fun_control_from_image() -> TinyCase:
+    """A clip of two latent frames, of which the first is given."""
+    tiny, options = wan("wan_fun_control", 3), ModelConfig("random:wan_fun_control:tiny", image_to_video=True)
+    name, model = IMAGE_TO_VIDEO_FAMILIES["wan_fun_control"], detect_model(options)
+    family = FAMILIES.get(name)(options)
+    tiny = replace(tiny, family=name, pipe=family.load(model, torch.float32), model=model)
+    return _add_control(_add_frame_images(tiny, "image", num_frames=5), family)
 
 
 def wan22_t2v() -> TinyCase:
@@ -1361,6 +1391,78 @@ def nucleus_image() -> TinyCase:
     )
 
 
+class _NegativeReference:
+    """The transformer with a negative prompt in diffusers' order of tokens: padding, text, image."""
+
+    def __init__(self, pipe: Any, text: str):
+        self.pipe, self.text, self.dtype = pipe, text, pipe.transformer.dtype
+
+    def __call__(self, hidden_states: Tensor, timestep: Tensor, **others: Any) -> tuple[Tensor]:
+        grid, length = (HEIGHT // 16, WIDTH // 16), 80
+        names = ("encoder_hidden_states", "position_ids", "segment_ids", "indicator")
+        encoded = self.pipe.encode_prompt(self.text, *grid, length, hidden_states.device)
+        tokens = torch.nn.functional.pad(hidden_states, (0, 0, length, 0))
+        output = self.pipe.transformer(tokens, timestep, **dict(zip(names, encoded, strict=True)), return_dict=False)
+        return (output[0][:, length:],)
+
+
+def _sort_tokens(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The tokens of the image and then those of the text, without padding; Ideogram 4 tells them by an indicator."""
+    names, roles = ("hidden_states", "encoder_hidden_states", "position_ids", "segment_ids"), arguments["indicator"]
+    rows = {
+        name: [row[role == part] for part in (2, 3) for row, role in zip(arguments[name], roles, strict=True)]
+        for name in names
+    }
+    return {**arguments, **rows, "indicator": [roles.eq(2).sum(), roles.eq(3).sum()]}
+
+
+def ideogram4() -> TinyCase:
+    pipe, generator = _load("random:ideogram4:tiny"), torch.Generator().manual_seed(5)
+    config = load_bundled_config("ideogram4_tiny")["unconditional_transformer/config.json"]
+    pipe.unconditional_transformer = build_random_component(
+        diffusers.Ideogram4Transformer2DModel, config, "unconditional_transformer", torch.float32, None
+    )
+    # The places in a patch come first, and are nearly equal.
+    pipe.vae.bn.running_mean = torch.randn(4, generator=generator).repeat(4) + torch.randn(16, generator=generator) / 20
+    pipe.vae.bn.running_var = torch.rand(16, generator=generator) + 0.5
+    (latents,), texts = _draw_tensors((16, HEIGHT // 16, WIDTH // 16)), list(TEXTS)
+    with torch.no_grad():
+        cond = FAMILIES.get("ideogram4")().encode_prompts(pipe, texts)
+
+    def encode(pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+        """The inverse of how the pipeline decodes."""
+        rows = _pack_patches(pipe.vae.encode(pixels).latent_dist.mode())
+        rows = rows.unflatten(2, (4, 4)).transpose(2, 3).flatten(2)
+        deviation = (pipe.vae.bn.running_var + pipe.vae.config.batch_norm_eps).sqrt()
+        normed = (rows - pipe.vae.bn.running_mean) / deviation
+        return normed.transpose(1, 2).unflatten(2, (HEIGHT // 16, WIDTH // 16))
+
+    def build_negative(pipe: Any, text: str) -> dict[str, Any]:
+        pipe.unconditional_transformer = _NegativeReference(pipe, text)
+        return {}
+
+    # The first text without padding, which would be rounded in another way; the family encodes each text alone.
+    settings = {"guidance_schedule": None, "max_sequence_length": len(cond["embeds"][0])}
+    return TinyCase(
+        "ideogram4",
+        pipe,
+        build_batch(latents, cond),
+        {"prompt": texts[:1], **settings},
+        {},
+        encode,
+        "random:ideogram4:tiny",
+        lambda latents: latents.flatten(2).transpose(1, 2),
+        lambda rows: rows.transpose(1, 2).unflatten(2, (HEIGHT // 16, WIDTH // 16)),
+        texts=settings,
+        build_negative=build_negative,
+        simplify_call=_sort_tokens,
+        tolerances={"rtol": 1e-5, "atol": 1e-5},  # of another order of the tokens
+        max_rows=1,
+        blocks=("Ideogram4TransformerBlock",),
+        untrained=r"adaln_modulation$",
+    )
+
+
 def pixart_sigma_velocity() -> TinyCase:
     tiny = pixart_sigma()
     tiny.pipe.scheduler = diffusers.DDIMScheduler.from_config(
@@ -1632,6 +1734,8 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "wan_i2v": wan_i2v,
     "wan_flf2v": wan_flf2v,
     "wan_vace": wan_vace,
+    "wan_fun_control": wan_fun_control,
+    "wan_fun_control_from_image": wan_fun_control_from_image,
     "wan22_t2v": wan22_t2v,
     "wan22_i2v": wan22_i2v,
     "wan22_ti2v": wan22_ti2v,
@@ -1660,6 +1764,7 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "pixart_sigma_velocity": pixart_sigma_velocity,
     "prx": prx,
     "nucleus_image": nucleus_image,
+    "ideogram4": ideogram4,
 }
 
 

@@ -58,12 +58,14 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "pixart_sigma": ".pixart_sigma:PixArtSigma",
         "prx": ".prx:PRX",
         "nucleus_image": ".nucleus_image:NucleusImage",
+        "ideogram4": ".ideogram4:Ideogram4",
         "anima": ".anima:Anima",
         "hunyuan_image": ".hunyuan_image:HunyuanImage",
         "wan": ".wan:Wan",
         "wan_i2v": ".wan_i2v:WanI2V",
         "wan_flf2v": ".wan_i2v:WanFLF2V",
         "wan_vace": ".wan_vace:WanVACE",
+        "wan_fun_control": ".wan_fun_control:WanFunControl",
         "wan22_t2v": ".wan22_experts:WanT2VExperts",
         "wan22_i2v": ".wan22_experts:WanI2VExperts",
         "wan22_ti2v": ".wan22_ti2v:WanTI2V",
@@ -94,11 +96,18 @@ CONTROL_FAMILIES: Mapping[str, Mapping[str, str]] = {
 """The values of ``--control`` that each family supports, and the family that trains each of them."""
 
 IMAGE_TO_VIDEO_FAMILIES: Mapping[str, str] = {
+    "wan_fun_control": f"{__package__}.wan_fun_control:WanFunControlFromImage",
     "wan22_ti2v": f"{__package__}.wan22_ti2v:WanTI2VFromImage",
     "ltx_video095": f"{__package__}.ltx_video095:LTXVideo095FromImage",
     "ltx2": f"{__package__}.ltx2:LTX2FromImage",
 }
 """The family that trains with ``--image_to_video`` in place of each of these."""
+
+SOUND_FAMILIES: Mapping[str, str] = {
+    "ltx2": f"{__package__}.ltx2:LTX2WithSound",
+    IMAGE_TO_VIDEO_FAMILIES["ltx2"]: f"{__package__}.ltx2:LTX2FromImageWithSound",
+}
+"""The family that trains with ``--train_audio`` in place of each of these."""
 
 _EXPERT_ENDS = {"high_noise": "HighNoise", "low_noise": "LowNoise"}
 EXPERT_FAMILIES: Mapping[str, Mapping[str, str]] = {

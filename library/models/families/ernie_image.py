@@ -150,7 +150,7 @@ class ErnieImage(Family):
 
         embeds, mask = pad_text_embeds(batch.cond["embeds"], batch.text_pad_multiple)
         lengths = mask.sum(1)
-        with _ignore_autocast_on_meta(noisy_latents.device):
+        with ignore_autocast_on_meta(noisy_latents.device):
             predicted: Tensor = denoiser(
                 hidden_states=noisy_latents, timestep=timesteps, text_bth=embeds, text_lens=lengths, return_dict=False
             )[0]
@@ -158,7 +158,7 @@ class ErnieImage(Family):
 
 
 @contextmanager
-def _ignore_autocast_on_meta(device: torch.device) -> Iterator[None]:
+def ignore_autocast_on_meta(device: torch.device) -> Iterator[None]:
     """The model disables autocast for its positions, which torch refuses on the meta device of memory estimates."""
     import torch
 

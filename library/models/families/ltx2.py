@@ -1,7 +1,8 @@
-"""LTX-2 and LTX-2.3: pictures and sound in one transformer, of which pictures alone are trained; text of Gemma 3.
+"""LTX-2 and LTX-2.3: pictures and sound in one transformer, trained on pictures or on both; text of Gemma 3.
 
 Without sound, the authors' own trainer leaves out the attention between the streams; so does ``predict``, which gives
 the stream of sound one empty token.  What that stream makes of it reaches neither the prediction nor a gradient.
+With sound, both streams have the same noise level, as there.
 """
 
 from __future__ import annotations
@@ -17,17 +18,29 @@ from ...dataset.clip_windows import FrameRule
 from ...diffusion.timestep_shift import DynamicShift
 from ..base import BaseModelInfo
 from ..clean_first_frame import CleanFirstFrame
-from ..facts import BlockFacts, FamilyMatch, FamilyOptions, PipelineFacts, SamplingFacts, TextFacts, TrainerNames
+from ..facts import (
+    BlockFacts,
+    FamilyFacts,
+    FamilyMatch,
+    FamilyOptions,
+    PipelineFacts,
+    SamplingFacts,
+    TextFacts,
+    TrainerNames,
+)
 from ..family_noise_levels import LOGIT_NORMAL, WEIGHTED, TrainingNoiseFacts
 from ..model_configs import CONNECTOR_TOKENS, ConfigReader, ModelError, get_downscale_factor, read_required
 from .ltx_video import FACTS as LTX_FACTS
 from .ltx_video import FRAME_STRIDE, OUTER_NAMES, LTXVideo, match_ltx_video, rename_outer_modules
 
 if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image
     from torch import Tensor, nn
 
     from ...dataloader.batch import Batch, Cond
     from ...dataloader.sample_prompts import Prompt
+    from ...dataset.clip_encoding import SoundTrack
 
 FRAME_RATE = 24.0
 """Frames per second, by which the transformer's positions count the time; the default of diffusers' pipeline."""
@@ -35,6 +48,8 @@ GUIDED_BLOCKS = {False: 29, True: 28}
 """The block without whose attention a preview is guided, of LTX-2 and of LTX-2.3, as the authors recommend."""
 SOUND_CHANNELS, SOUND_BANDS = 8, 16
 """Channels of the latents of sound, and bands of each, which are the channels of a token."""
+SOUND_RATE = 25.0
+"""Latents of sound per second: 16000 samples, in spectrograms of 100 frames, of which a latent has four."""
 
 
 def _match_ltx2(read: ConfigReader) -> FamilyMatch:
@@ -119,8 +134,8 @@ FACTS = replace(
         other_trainers={"ai-toolkit": WEIGHTED, "diffusion-pipe": LOGIT_NORMAL},
     ),
     sampling=SamplingFacts(num_inference_steps=30, guidance_scale=3.0, image_size=(768, 512)),
-    options=FamilyOptions(components={"vae": "vae"}, extra=("image_to_video",)),
-    notes="19B, and 2.3 (22B); pictures without sound, from text, or from the first frame (`--image_to_video`); "
+    options=FamilyOptions(components={"vae": "vae"}, extra=("image_to_video", "train_audio")),
+    notes="19B, and 2.3 (22B); from text, or from the first frame (`--image_to_video`); with sound (`--train_audio`); "
     "diffusers folders",
 )
 
@@ -197,20 +212,26 @@ class LTX2(LTXVideo):
         num_frames, height, width = sizes = noisy_latents.shape[2:]
         count, device, model = len(noisy_latents), noisy_latents.device, pipe.transformer
         sound_embeds: Any = batch.cond["sound_embeds"]
+        is_silent = batch.noisy_sound is None
+        if batch.noisy_sound is None:
+            sound, sound_embeds = noisy_latents.new_zeros(count, 1, model.config.audio_in_channels), sound_embeds[:, :1]
+        else:
+            sound = batch.noisy_sound.to(noisy_latents.dtype)
         predicted: Tensor = denoiser(
             hidden_states=pipe._pack_latents(noisy_latents),
-            audio_hidden_states=noisy_latents.new_zeros(count, 1, model.config.audio_in_channels),
+            audio_hidden_states=sound,
             encoder_hidden_states=batch.cond["embeds"],
-            audio_encoder_hidden_states=sound_embeds[:, :1],
+            audio_encoder_hidden_states=sound_embeds,
             timestep=timesteps if token_times is None else token_times,
             audio_timestep=timesteps,
             sigma=timesteps,
             num_frames=num_frames,
             height=height,
             width=width,
-            audio_num_frames=1,
+            audio_num_frames=sound.shape[1],
             video_coords=model.rope.prepare_video_coords(count, *sizes, device, fps=FRAME_RATE),
-            isolate_modalities=True,
+            isolate_modalities=is_silent,
+            use_cross_timestep=_is_version_2_3(model.config),
             return_dict=False,
         )[0]
         unpacked: Tensor = pipe._unpack_latents(predicted, *sizes)
@@ -291,3 +312,92 @@ class LTX2FromImage(CleanFirstFrame, LTX2):
 
         sampling_pipe.prepare_latents = prepare_latents
         return super().adapt_sampling_pipeline(sampling_pipe)
+
+
+_SOUND_ATTENTIONS = ("audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
+_SILENT_STEPS = "steps of clips without sound give the layers of sound no gradient (train_audio)"
+
+
+def _add_sound(facts: FamilyFacts) -> FamilyFacts:
+    """The facts of the model trained with sound: its layers get a LoRA, too, and its decoder is loaded for previews."""
+    pipeline, blocks, rule = facts.pipeline, facts.blocks, facts.pipeline.frames or FrameRule()
+    names = (f"{attention}.{name}" for attention in _SOUND_ATTENTIONS for name in ("to_q", "to_k", "to_v", "to_out.0"))
+    refused = dict.fromkeys(("pp", "cp", "compile", "cuda_graphs", "deepspeed"), _SILENT_STEPS)
+    return replace(
+        facts,
+        title=f"{facts.title} with sound",
+        pipeline=replace(
+            pipeline,
+            frames=replace(rule, sound_rate=SOUND_RATE, sound_channels=SOUND_CHANNELS * SOUND_BANDS),
+            frame_encoders=("audio_vae", "vocoder"),
+        ),
+        lora=replace(facts.lora, targets=(*facts.lora.targets, *names, "audio_ff.net.0.proj", "audio_ff.net.2")),
+        blocks=replace(blocks, unsupported_strategies={**blocks.unsupported_strategies, **refused}),
+    )
+
+
+class _WithSound(LTX2):
+    """The methods of the model trained with sound; the class stands before that of the model without."""
+
+    @classmethod
+    def prepare_denoiser(cls, denoiser: nn.Module) -> None:
+        super().prepare_denoiser(denoiser)
+        denoiser.has_silent_steps = True  # type: ignore[assignment]
+
+    def get_unused_layers(self, denoiser: Any) -> tuple[str, ...]:
+        return ()
+
+    def encode_sound(self, pipe: Any, samples: Tensor, rate: int, num_frames: int) -> Tensor:
+        from ..sound import encode_sound_latents, resample
+
+        rule, own_rate = self.facts.pipeline.frames or FrameRule(), pipe.audio_vae.config.sample_rate
+        count = round(num_frames / rule.fps * own_rate)
+        own = resample(samples, rate, own_rate)[:, own_rate : own_rate + count]
+        return encode_sound_latents(pipe.audio_vae, own, rule.count_sound_latents(num_frames))
+
+    def predict_with_sound(
+        self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch
+    ) -> tuple[Tensor, Tensor | None]:
+        outputs = list[Any]()
+
+        def keep_output(**inputs: Any) -> Any:
+            outputs.append(denoiser(**inputs))
+            return outputs[0]
+
+        call: Any = keep_output
+        predicted = self.predict(pipe, call, noisy_latents, timesteps, batch)
+        return predicted, None if batch.noisy_sound is None else outputs[0][1]
+
+    def generate_clip(
+        self,
+        pipe: Any,
+        prompt: Prompt,
+        cond: Cond,
+        negative_cond: Cond,
+        generator: torch.Generator,
+        sampler: str | None,
+    ) -> tuple[list[Image], SoundTrack | None]:
+        from ..sampling import sample_clip
+
+        sampling_kwargs = self.build_prompt_kwargs(pipe, prompt, cond, negative_cond)
+        frames, sound = sample_clip(self, pipe, prompt, sampling_kwargs, generator=generator, sampler=sampler)
+        return frames, sound if len(frames) > 1 else None
+
+    def decode_sampled_sound(self, pipe: Any, output: Any) -> SoundTrack:
+        from ...dataset.clip_encoding import SoundTrack
+        from ..sound import decode_sound_latents
+
+        samples = decode_sound_latents(pipe.audio_vae, pipe.vocoder, output.audio)
+        return SoundTrack(samples[0].cpu().numpy(), pipe.vocoder.config.output_sampling_rate)
+
+
+class LTX2WithSound(_WithSound, LTX2):
+    """The model trained on clips with their sound."""
+
+    facts = _add_sound(FACTS)
+
+
+class LTX2FromImageWithSound(_WithSound, LTX2FromImage):
+    """The model with the first frame of each clip given, and trained with their sound."""
+
+    facts = _add_sound(IMAGE_FACTS)

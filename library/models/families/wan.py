@@ -124,7 +124,7 @@ FACTS = FamilyFacts(
             ("vace_patch_embedding.weight", None): ("transformer", "vace_in_channels"),
         },
         unsupported_shapes={
-            ("patch_embedding.weight", 1, 48): "Wan 2.1 Fun-Control, which cannot be trained yet",
+            ("ref_conv.weight", 1, 16): "Wan Fun-Control 1.1 or 2.2, whose reference images are not supported yet"
         },
         unsupported_file_names=dict.fromkeys(
             ("high_noise", "low_noise"),

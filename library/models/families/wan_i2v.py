@@ -42,11 +42,18 @@ def _match_images(read: ConfigReader, *, has_last_frame: bool) -> FamilyMatch | 
         return None  # Wan 2.2
     if index.get("expand_timesteps"):
         raise ModelError("its tokens have times of their own; give the folder of Wan 2.2 TI2V with WanPipeline")
-    if bool(config.get("pos_embed_seq_len")) is not has_last_frame:
+    if bool(config.get("pos_embed_seq_len")) is not has_last_frame or is_control_model(read):
         return None
     given = "its first and last frame" if has_last_frame else "its first frame"
     reason = f"the transformer has {config.get('num_layers')} blocks and is given {given}"
     return match_flow_model(read, 2, reason, more_channels=CONDITION_CHANNELS)
+
+
+def is_control_model(read: ConfigReader) -> bool:
+    """Whether the input of a Wan has the channels of two clips beside the noisy ones, and none of a mask."""
+    channels = read_required(read, "transformer/config.json").get("in_channels")
+    latent_channels = read_required(read, "vae/config.json").get("z_dim", 0)
+    return bool(channels == 3 * latent_channels != 2 * latent_channels + CONDITION_CHANNELS)
 
 
 FACTS = replace(

@@ -150,7 +150,8 @@ class DeepSpeedStrategy(Strategy):
         if files := self._mapped.get("optimizer"):
             masters: list[Tensor] = list(zero.fp32_partitioned_groups_flat)
             gradients = [each.grad for each in masters if each.grad is not None]
-            files.move([*masters, *gradients])
+            accumulated = zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition.values()
+            files.move([*masters, *gradients, zero.grad_partitions_flat_buffer, *accumulated])
             files.move_state_after_steps(zero.optimizer)
         if files := self._mapped.get("param"):
             partitions = [parameter.ds_tensor for parameter in self._engine.module.parameters()]

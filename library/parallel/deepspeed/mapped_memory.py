@@ -5,6 +5,7 @@ being used and writes the rest to the disk.  DeepSpeed's own swapping to NVMe wo
 checkpoints, and takes Adam only; a mapped tensor is one like any other, with which everything gives equal bits.
 """
 
+import errno
 import logging
 import os
 import tempfile
@@ -22,6 +23,9 @@ from ...problems import Problem
 logger = logging.getLogger(__name__)
 MIN_BYTES = 2**20
 """The smallest size of a tensor that is moved to a file."""
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""The errors of a disk that has no room."""
 
 
 class MappedMemory:
@@ -72,5 +76,6 @@ class MappedMemory:
                 os.close(descriptor)
                 os.unlink(path)
         except OSError as error:
+            fix = "free some space, or name a folder of another disk" if error.errno in FULL else "name another folder"
             text = f"{self._folder}: {num_bytes / 2**20:.0f} MiB cannot be reserved: {error.strerror}"
-            raise UserError(Problem(self._option, text, "is the disk full?")) from None
+            raise UserError(Problem(self._option, text, fix)) from None

@@ -487,6 +487,12 @@ def _read_frames(reader: KeyReader, subset: dict[str, Any]) -> None:
         is_given = reader.read("do_i2v", True, to_switch)
         if result.options.setdefault("image_to_video", is_given) is not is_given:
             reader.list_change("do_i2v", "the first frame of all clips is given or of none: image_to_video", is_given)
+    if "train_audio" in FAMILY_FACTS[result.family].options.extra:
+        is_heard = reader.read("do_audio", False, to_switch)
+        if result.options.setdefault("train_audio", is_heard) is not is_heard:
+            reader.list_change("do_audio", "sound of all clips is trained or of none: train_audio", is_heard)
+        if is_heard:
+            result.options["cache_latents_to_disk"] = True  # which sound needs here
     if reader.result.family not in VIDEO_FAMILIES:
         reader.list_change("num_frames", "the model makes images; remove it, or choose a model of videos")
         return

@@ -81,4 +81,9 @@ def describe_parameters(num_parameters: int) -> tuple[str, str]:
     if not num_parameters:
         return "", ""
     is_small = num_parameters < 0.5e9
-    return (MILLION, f"{num_parameters / 1e6:.2g}") if is_small else (BILLION, f"{num_parameters / 1e9:.2g}")
+    return (MILLION, _round(num_parameters / 1e6)) if is_small else (BILLION, _round(num_parameters / 1e9))
+
+
+def _round(number: float) -> str:
+    """Format a number with two digits, or all those before the point."""
+    return f"{number:.0f}" if number >= 100 else f"{number:.2g}"

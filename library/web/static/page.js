@@ -21,12 +21,14 @@ const CHART_WORDS = {
 // The language is a choice of this browser.
 byId("language")?.addEventListener("change", (event) => {
   document.cookie = `language=${event.target.value}; path=/; max-age=31536000; samesite=strict`;
-  sessionStorage.setItem("focus", "language");
+  try { sessionStorage.setItem("focus", "language"); } catch { /* storage may be blocked */ }
   location.reload();
 });
 // What had the focus has it again after the page was loaded anew.
-byId(sessionStorage.getItem("focus") ?? "")?.focus();
-sessionStorage.removeItem("focus");
+try {
+  byId(sessionStorage.getItem("focus") ?? "")?.focus();
+  sessionStorage.removeItem("focus");
+} catch { /* storage may be blocked */ }
 
 // A path in an address: slashes stay.
 const encodeKey = (key) => key.split("/").map(encodeURIComponent).join("/");

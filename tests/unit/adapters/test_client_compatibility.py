@@ -19,7 +19,7 @@ QUICK_FAMILIES = ("sdxl", "flux")
 EVERY_KIND_FAMILIES = tuple(
     (
         "sd1 sdxl sd3 flux flux2_klein z_image qwen_image lumina2 krea2 sana anima hunyuan_image qwen_image21 ovis_image "
-        "aura_flow pixart_sigma"
+        "aura_flow pixart_sigma ideogram4"
     ).split()
 )
 """Every key style; each other family shares one of these."""
@@ -60,7 +60,8 @@ def test_the_default_file_is_right_in_diffusers_or_the_run_says_what_is_lost(nam
     wrong = check_client_losses(case, file, tmp_path / "lora.safetensors")
     if kind in ("LoRA", "LoRA, convolutions", "LoRA, block_alphas", "LoRA, outer layers"):
         # No layout of these is for both: ComfyUI has their original names only.
-        families = ("lumina2", "hunyuan_image", "hunyuan_video15", "hunyuan_video15_i2v", "hunyuan_video", "mochi")
+        families = ("lumina2", "ideogram4", "hunyuan_image", "hunyuan_video15", "hunyuan_video15_i2v", "hunyuan_video")
+        families += ("mochi",)
         lost = dict.fromkeys(families, "loads nothing of this layout")
         peft_alone = "does not load LoRA of this transformer, which peft does"
         lost |= dict.fromkeys(("pixart_sigma", "prx"), peft_alone)

@@ -177,7 +177,7 @@ def test_an_option_without_effect_is_named(flags, reasons):
         ("--num_layers 40", "the model has the blocks of its files"),
         ("--remove_first_image_from_target", "Qwen-Image-Layered"),
         ("--skip_existing", "a run caches by itself"),
-        ("--use_unconditional_dit_for_lora_sampling", "for a model of musubi-tuner that is not supported"),
+        ("--no_vae_load", "for a model of musubi-tuner that is not supported"),
         ("--dit_in_channels 32", "the model has the channels of its files"),
         ("--no_such_option 1", "unknown option"),
     ],
@@ -190,11 +190,9 @@ def test_what_would_change_the_result_is_refused_with_the_reason(flags, reason):
 @pytest.mark.parametrize(
     ("flags", "title"),
     [
-        ("--network_module networks.lora_wan --task t2v-14B-FC --clip x", "Fun-Control"),
         ("--task k5-lite-t2v-5s-sd --nabla_P 0.9", "Kandinsky 5"),
         ("--network_module networks.lora_framepack", "FramePack"),
         ("--network_module networks.lora_kandinsky", "Kandinsky 5"),
-        ("--network_module networks.lora_ideogram4", "Ideogram 4"),
         ("--network_module networks.lora_hidream_o1 --dino_loss_weight 1", "HiDream-O1"),
     ],
 )

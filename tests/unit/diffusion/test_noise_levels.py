@@ -52,6 +52,19 @@ def test_logsnr_has_the_signal_to_noise_ratio_that_its_options_say():
     torch.testing.assert_close(log_snr.flip(0), 0.6 + 1.7 * torch.special.ndtri(U), rtol=0, atol=2e-3)
 
 
+@pytest.mark.slow
+def test_ideogram4_shift_is_the_density_whose_quantiles_are_the_steps_of_its_pipeline():
+    from diffusers.pipelines.ideogram4.pipeline_ideogram4 import _logit_normal_sigmas, _resolution_aware_mu
+
+    height, width = 16 * 24, 16 * (TOKENS // 24)
+    u = torch.linspace(0, 1, 21, dtype=torch.float64)
+    steps = _logit_normal_sigmas(20, _resolution_aware_mu(height, width, 0.0), std=1.5)
+    noise = NoiseConfig(timestep_sampling="ideogram4_shift", sigmoid_scale=0.3)
+    distribution = NoiseDistribution("ideogram4_shift", noise, FixedShift(5.0))
+    drawn = timestep_sampling.TIMESTEP_SAMPLINGS["ideogram4_shift"](u.flip(0)[1:20], distribution, 24 * (TOKENS // 24))
+    torch.testing.assert_close(drawn.float(), steps[1:], rtol=0, atol=1e-6)
+
+
 def draw_qinglong(kind, count=200_000):
     """Draw as musubi-tuner: decide for each sample which of three distributions it is from."""
     generator = torch.Generator().manual_seed(3)

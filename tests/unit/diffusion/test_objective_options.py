@@ -42,9 +42,9 @@ def list_problems(*flags):
         ("--max_timestep 0", "--max_timestep: must be at least 1, got 0"),
         ("--mode_scale 1.8 --weighting_scheme mode", "--mode_scale: must be at most 1.75, got 1.8"),
         (
-            "--timestep_sampling ideogram4_shift",
-            "--timestep_sampling: 'ideogram4_shift' is not one of uniform, sigmoid, shift, flux_shift, flux2_shift, "
-            "qwen_shift, krea2_shift, nextdit_shift, logsnr, qinglong_flux, qinglong_qwen, sigma",
+            "--timestep_sampling hidream_shift",
+            "--timestep_sampling: 'hidream_shift' is not one of uniform, sigmoid, shift, flux_shift, flux2_shift, "
+            "qwen_shift, krea2_shift, ideogram4_shift, nextdit_shift, logsnr, qinglong_flux, qinglong_qwen, sigma",
         ),
     ],
 )

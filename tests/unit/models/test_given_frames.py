@@ -7,11 +7,16 @@ import torch
 from family_cases import build_case
 
 from library.config.schema import ModelConfig
+from library.models.clean_first_frame import CleanFirstFrame
 from library.models.detect import detect_model
-from library.models.families import IMAGE_TO_VIDEO_FAMILIES
+from library.models.families import FAMILIES, IMAGE_TO_VIDEO_FAMILIES
 
 __all__ = ["build_case"]  # a fixture
-CASES = [f"{name}_from_image" for name in IMAGE_TO_VIDEO_FAMILIES]
+CASES = [
+    f"{name}_from_image"
+    for name, family in IMAGE_TO_VIDEO_FAMILIES.items()
+    if issubclass(FAMILIES.get(family), CleanFirstFrame)
+]
 pytestmark = pytest.mark.slow
 
 

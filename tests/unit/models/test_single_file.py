@@ -291,7 +291,7 @@ def test_files_of_wan_are_known_by_the_names_of_its_authors_and_of_diffusers(tmp
     ("key", "shape", "text"),
     [
         ("patch_embedding.weight", (8, 36, 1, 2, 2), "use the model as a diffusers folder"),
-        ("patch_embedding.weight", (8, 48, 1, 2, 2), "Fun-Control"),
+        ("ref_conv.weight", (8, 16, 2, 2), "Fun-Control 1.1"),
     ],
 )
 def test_a_file_of_another_model_of_wan_is_refused_by_what_it_is(key, shape, text, tmp_path):

@@ -17,6 +17,7 @@ from library.distributed.validate_launch import validate_distributed
 from library.distributed.validate_sharding import validate_deepspeed, validate_deepspeed_batch_sizes
 from library.distributed.world import ENGINE_VARIABLES, World
 from library.optim.validate_optimizer import validate_elementwise_optimizer
+from library.parallel.validate_engines import _warn_of_lock
 
 STAGE_3 = ("--deepspeed", "--zero_stage", "3")
 TWO_PROCESSES = World(world_size=2, local_world_size=2, local_rank=0, mixed_precision="no")
@@ -253,6 +254,22 @@ def test_nvme_settings_are_passed_on(write_deepspeed_config, tmp_path):
     assert "model offloaded to NVMe" in settings.format_summary(2)
 
 
+def test_what_full_training_keeps_in_files_is_host_memory_to_deepspeed_and_not_pinned(tmp_path, write_deepspeed_config):
+    part = {"device": "nvme", "nvme_path": str(tmp_path), "pin_memory": True, "buffer_count": 4}
+    zero = {"stage": 3, "offload_optimizer": part, "offload_param": {"device": "cpu", "pin_memory": True}}
+    launched = {"ZERO_STAGE": "3", "OFFLOAD_OPTIMIZER_DEVICE": "nvme", "OFFLOAD_OPTIMIZER_NVME_PATH": str(tmp_path)}
+    of_file, of_launcher = write_deepspeed_config(zero_optimization=zero), build_launcher_environment(**launched)
+    for world in (of_file, of_launcher):
+        config = parse_flags("--train", "full", world=world)
+        assert format_lines(validate_deepspeed(config, world)) == []
+        settings = resolve_deepspeed(config.deepspeed, world)
+        assert settings.uses_files and settings.offload_optimizer_path == str(tmp_path)
+        handed = settings.keep_in_host_memory().build_config(pin_memory=False)["zero_optimization"]
+        assert (handed["offload_optimizer"]["device"], handed["offload_optimizer"]["pin_memory"]) == ("cpu", False)
+        if world is of_file:
+            assert handed["offload_param"] == {"device": "cpu", "pin_memory": True}
+
+
 @pytest.mark.parametrize("name", ["", "AdamW", "SGDNesterov", "lion", "RMSprop"])
 def test_elementwise_optimizers_can_be_sharded(name):
     optim = parse_flags("--optimizer_type", name, world=World()).optim
@@ -264,6 +281,15 @@ def test_other_optimizers_are_refused_with_alternatives(name):
     optim = parse_flags("--optimizer_type", name, world=World()).optim
     (problem,) = format_lines(validate_elementwise_optimizer(optim, "DeepSpeed"))
     assert problem.startswith(f"--optimizer_type {name}: needs whole tensors") and "or --fsdp" in problem
+
+
+def test_a_lock_that_a_killed_compilation_left_is_named(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    _warn_of_lock("async_io")
+    assert not caplog.messages
+    (tmp_path / "async_io" / "lock").touch()
+    _warn_of_lock("async_io")
+    assert caplog.messages[0].startswith(f"{tmp_path}/async_io/lock is there: waiting for another process to compile")
 
 
 @pytest.mark.slow

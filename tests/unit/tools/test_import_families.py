@@ -475,3 +475,17 @@ def test_the_given_first_frame_of_ai_toolkit_is_that_of_all_clips():
     process["datasets"] = [clips, {**clips, "do_i2v": False}]
     result = import_content(content)
     assert result.options["image_to_video"] and any("do_i2v" in str(change) for change in result.untaken)
+
+
+def test_sound_of_ai_toolkit_is_that_of_all_clips():
+    (content,) = build_for("ai_toolkit", "ltx2", "ltx2", "owner/name")
+    (process,) = content["config"]["process"]
+    process["train"]["audio_loss_multiplier"] = 0.5
+    clips = {"folder_path": "/data/clips", "num_frames": 41, "do_i2v": False}
+    process["datasets"] = [{**clips, "do_audio": True}]
+    result = import_content(content)
+    assert result.options["train_audio"] and result.options["cache_latents_to_disk"]
+    assert result.options["audio_loss_weight"] == 0.5
+    assert not any("audio" in str(change) for change in result.untaken)
+    process["datasets"] = [{**clips, "do_audio": True}, clips]
+    assert any("do_audio" in str(change) for change in import_content(content).untaken)

@@ -19,8 +19,9 @@ from library.tools.lora.low_rank import add_updates, compute_difference, compute
 __all__ = ["known_models"]  # a fixture
 
 KEY_STYLE_FAMILIES = (
-    "sd1 sdxl sd3 flux flux2_klein z_image qwen_image lumina2 krea2 sana anima flux3 hunyuan_image qwen_image21".split()
-)
+    "sd1 sdxl sd3 flux flux2_klein z_image qwen_image lumina2 krea2 sana anima flux3 hunyuan_image qwen_image21 "
+    "ideogram4"
+).split()
 """Every key style; each other family shares one of these."""
 FILE_FAMILIES = ["sd1", "sd2", "sdxl", "sd3", "flux", "z_image", "qwen_image", "qwen_image21"]
 """Families whose original single-file layout the tests can write."""

@@ -29,6 +29,7 @@ from library.web.guided.picture_repairs import MendLog
 from library.web.guided.plain_words import FAMILY_SENTENCES, FIRST_FIELDS
 from library.web.guided.project import Project
 from library.web.login_sessions import Sessions
+from library.web.presets import PRESETS
 from library.web.run_form import list_field_groups
 
 TAGGER = Path(__file__).resolve().parents[2] / "data" / "tagger"
@@ -464,6 +465,10 @@ def test_the_picture_of_each_model_shows_the_facts_of_its_family(root):
     assert build_demo_choice().picture.num_parameters == sum(counts)
     assert describe_parameters(pictures["flux"].num_parameters) == ("{0} billion parameters", "12")
     assert describe_parameters(sum(counts)) == ("{0} million parameters", "4")
+    assert describe_parameters(490_000_000) == ("{0} million parameters", "490")
+    for preset in PRESETS.values():  # the largest model of a family may be another one than the one that is offered
+        if named := re.search(r"-A?([\d.]+)[Bb]\b", preset.model):
+            assert 0.8 < preset.num_parameters / float(named[1]) / 1e9 < 1.8, preset.model
 
     page = open_page(root)
     key = page.post("/api/train/new", json={"name": "mika"}).json()["key"]

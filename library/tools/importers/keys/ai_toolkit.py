@@ -18,7 +18,7 @@ from ..imported import (
 MODEL_SWITCHES = ("is_v2", "is_v3", "is_xl", "is_pixart_sigma", "is_auraflow", "is_flux", "is_lumina2")
 """Switches of files without ``arch``, in the order in which ai-toolkit asks for them."""
 OTHER_SWITCHES = ("is_pixart", "is_ssd", "is_vega")
-ORIGINAL_NAMES = ("chroma", "flux2_dev", "flux2_klein", "krea2")
+ORIGINAL_NAMES = ("chroma", "flux2_dev", "flux2_klein", "krea2", "ideogram4")
 """Families whose layers have the original names there."""
 MORE_LAYERS: Mapping[str, str] = {
     "qwen_image": "img_mod.1 and txt_mod.1",
@@ -27,6 +27,7 @@ MORE_LAYERS: Mapping[str, str] = {
     "aura_flow": "the feed-forward and modulation layers, and those outside of the blocks",
     "cogview4": "the feed-forward and modulation layers",
     "z_image": "adaLN_modulation.0",
+    "ideogram4": "adaln_modulation",
     "pixart_sigma": "the feed-forward layers, and those outside of the blocks",
     "nucleus_image": "encoder_proj and img_mod.1",
     "hidream": "the feed-forward, expert and modulation layers, and those outside of the blocks",
@@ -36,6 +37,7 @@ PROCESS_TYPES = ("sd_trainer", "diffusion_trainer", "ui_trainer")
 BUCKET_STEPS: Mapping[str, int] = {
     **{"sd1": 16, "sd2": 16, "sdxl": 16, "z_image": 16, "aura_flow": 16, "lumina2": 16, "krea2": 16},
     **{"flux_kontext": 16, "flux2_dev": 16, "flux2_klein": 16, "cogview4": 8, "pixart_sigma": 16, "hidream": 16},
+    "ideogram4": 16,
 }
 """The multiple of bucket sides that ai-toolkit uses for each family; it is 32 for the others."""
 
@@ -132,11 +134,12 @@ TRAIN_RULES: Mapping[str, Rule] = {
     "num_train_timesteps": Unsupported(_CHANGES, (1000, None)),
     "loss_target": Unsupported(_CHANGES, ("noise", None)),
     "content_or_style": Unsupported("timesteps are not weighted towards noise or detail here", ("balanced", None)),
+    "audio_loss_multiplier": Take("audio_loss_weight", 1.0, to_number),
     **{
         name: Unsupported(_CHANGES, (1, None))
         for name in (
             "noise_multiplier target_noise_multiplier img_multiplier noisy_latent_multiplier latent_multiplier"
-            " pred_scaler cfg_scale max_cfg_scale cfg_rescale optimal_noise_pairing_samples audio_loss_multiplier"
+            " pred_scaler cfg_scale max_cfg_scale cfg_rescale optimal_noise_pairing_samples"
         ).split()
     },
 }
