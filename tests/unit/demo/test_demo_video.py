@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[3]
 def test_the_model_is_small_and_detected_as_wan():
     found = detect_model(str(BUILT_IN_VIDEO_MODEL_DIR))
 
-    assert (found.family, found.size_multiple) == ("wan", 16)
-    assert sum(path.stat().st_size for path in BUILT_IN_VIDEO_MODEL_DIR.rglob("*") if path.is_file()) < 6_000_000
+    assert (found.family, found.size_multiple) == ("wan", 32)
+    assert sum(path.stat().st_size for path in BUILT_IN_VIDEO_MODEL_DIR.rglob("*") if path.is_file()) < 12_000_000
 
 
 def test_the_flag_chooses_the_files_of_videos_and_options_override_them():
@@ -45,7 +45,7 @@ def test_a_path_is_measured_by_its_form_wherever_it_is():
     fox = clip_drawing.load_emoji("fox")
     loops, walks = (clip_drawing.draw_clip(fox, track)[None] for track in (loop, walk))
 
-    assert measure(loops, "loops")[0] > 0.99
+    assert measure(loops, "loops")[0] > 0.98
     assert abs(measure(walks, "loops")[0]) < 0.6
     assert measure(loops[:, ::-1], "loops")[0] < 0.5, "counterclockwise is another motion"
     still = np.repeat(loops[:, :1], 9, axis=1)
