@@ -62,6 +62,8 @@ def read_window_sound(image: ImageRef, window: FrameWindow) -> Waveform:
             if position >= begin + length:
                 break
             _copy_part(part, samples, position - begin)
+    if not np.isfinite(samples).all():
+        raise ClipError("its sound has samples that are no numbers; convert it again")
     return Waveform(samples, rate)
 
 

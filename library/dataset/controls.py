@@ -1,6 +1,8 @@
 """Control images and clips: match them to their pictures or clips by name, and inspect them."""
 
+import os
 import re
+import unicodedata
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,7 +10,7 @@ from pathlib import Path, PurePath
 
 from ..problems import Problem, report_file
 from ..storage.remote_path import resolve_links
-from .clip_decoding import VIDEO_EXTENSIONS
+from .clip_decoding import VIDEO_EXTENSIONS, is_video_file
 from .clip_inspection import InspectedClip, build_clip_inspector
 from .clip_windows import ClipFrames, FrameRule
 from .image_inspection import InspectedImage, build_image_inspector
@@ -167,32 +169,58 @@ def _match_in_dir(matches: ControlMatches, images: Sequence[ImageRef], image_dir
 
 
 def match_control_clips(clips: Sequence[ImageRef], video_dir: Path, control_dir: Path) -> ControlMatches:
-    """Match each clip to the file of its name, the folder of frames of its stem, or a video with another extension."""
+    """Match each clip to the file of its name, the folder of frames of its stem, or a video with another extension.
+
+    Further ones are named as the clip with ``_0``, ``_1`` ... added.
+    """
     matches = ControlMatches()
+    by_parent: defaultdict[PurePath, list[ImageRef]] = defaultdict(list)
     for clip in clips:
-        folder = control_dir / get_relative_path(clip, video_dir).parent
-        stem = clip.name.rpartition(".")[0] or clip.name
-        names = [clip.name, stem, *(f"{stem}{extension}" for extension in VIDEO_EXTENSIONS)]
-        names += [f"{stem}{extension.upper()}" for extension in VIDEO_EXTENSIONS]
-        found = next((name for name in names if (folder / name).exists()), None)
-        numbered = [] if found else _find_numbered_clips(folder, stem)
-        if found is None and not numbered:
-            matches.missing[clip] = f"has no control clip: no {stem}.mp4, no folder {stem}, in {folder}"
-        else:
-            matches.controls[clip] = tuple(ImageRef(folder, name) for name in ([found] if found else numbered))
+        by_parent[get_relative_path(clip, video_dir).parent].append(clip)
+    for parent, members in by_parent.items():
+        names = [*(clip.name for clip in members), *filter(is_video_file, _list_names(video_dir / parent))]
+        numbered = _find_numbered_clips(control_dir / parent, {*map(normalize_stem, names)})
+        for clip in members:
+            _match_control_clips_of(matches, clip, control_dir / parent, numbered[normalize_stem(clip.name)])
     return matches
 
 
-def _find_numbered_clips(folder: Path, stem: str) -> list[str]:
-    """Find the control clips ``NAME_0``, ``NAME_1`` ... of a clip with several, without a gap."""
-    found = list[str]()
-    while True:
-        number = len(found)
-        names = [f"{stem}_{number}", *(f"{stem}_{number}{extension}" for extension in VIDEO_EXTENSIONS)]
-        name = next((name for name in names if (folder / name).exists()), None)
-        if name is None:
-            return found
-        found.append(name)
+def _match_control_clips_of(
+    matches: ControlMatches, clip: ImageRef, folder: Path, numbered: Mapping[int, Sequence[str]]
+) -> None:
+    """Match a clip to its control clips in a folder, of which some are numbered."""
+    stem = clip.name.rpartition(".")[0] or clip.name
+    names = [clip.name, stem, *(f"{stem}{extension}" for extension in VIDEO_EXTENSIONS)]
+    names += [f"{stem}{extension.upper()}" for extension in VIDEO_EXTENSIONS]
+    first = [name for name in names if (folder / name).exists()][:1]
+    same = [", ".join(names) for names in numbered.values() if len(names) > 1]
+    if same:
+        matches.missing[clip] = f"has several control clips of one number in {folder}: {same[0]}; keep one of them"
+    elif not first and not numbered:
+        matches.missing[clip] = f"has no control clip: no {stem}.mp4, no folder {stem}, in {folder}"
+    else:
+        found = (*first, *(numbered[number][0] for number in sorted(numbered)))
+        matches.controls[clip] = tuple(ImageRef(folder, name) for name in found)
+
+
+def _find_numbered_clips(folder: Path, stems: Container[str]) -> Mapping[str, dict[int, list[str]]]:
+    """Find the videos and folders of frames ``NAME_0``, ``NAME_1`` ... of the clip ``NAME``, by their numbers.
+
+    a.mp4 and a_1.mp4 may be two clips, among ``stems``: a control clip belongs to the clip of the longest name.
+    """
+    found: defaultdict[str, dict[int, list[str]]] = defaultdict(dict)
+    for name in _list_names(folder):
+        if not is_video_file(name) and not (folder / name).is_dir():
+            continue
+        stem = normalize_stem(name) if is_video_file(name) else unicodedata.normalize("NFC", name)
+        match = _NUMBERED_STEM.fullmatch(stem)
+        if match and match[1] in stems and stem not in stems:
+            found[match[1]].setdefault(int(match[2]), []).append(name)
+    return found
+
+
+def _list_names(folder: Path) -> list[str]:
+    return sorted(each for each in os.listdir(folder) if not each.startswith(".")) if folder.is_dir() else []
 
 
 @dataclass

@@ -226,6 +226,8 @@ class BlockFacts:
     unsupported_strategies: Mapping[str, str] = field(default_factory=dict)
     """Why the denoiser cannot be split by ``tp``, ``pp`` or ``cp``; under ``compile`` and ``cuda_graphs`` why not be
     compiled or captured; and under ``preservation`` why not with gradient checkpointing."""
+    has_expert_matrices: bool = False
+    """Whether modules hold the matrices of experts as parameters of three axes, which ``expert_weights`` names."""
     attention_modes: tuple[str, ...] = ("xformers",)
     """Values of ``attn_mode`` that the denoiser supports, in addition to ``TORCH_ATTENTION_MODES``."""
 

@@ -235,6 +235,9 @@ def _validate_prompt(prompt: Prompt, model: DetectedModel) -> Iterator[Problem]:
     if prompt.control_clips and facts.pipeline.frames is None:
         text = f"{title} takes no control clips; control images of editing models are set with --ci"
         yield prompt.report("control_video_path", text, "leave it out")
+    elif prompt.control_clips and prompt.control_images:
+        text = "which of them is the mask is unknown: control images and control clips are both set"
+        yield prompt.report("control_video_path", text, "give both as clips; a folder with one image is one")
     elif problem := build_control_limits(model).describe_problem(
         len(prompt.control_images) + len(prompt.control_clips)
     ):

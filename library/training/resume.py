@@ -53,6 +53,8 @@ logger = logging.getLogger(__name__)
 LATEST = "latest"
 STORED_ROUNDING = "stored_rounding"
 """What ``quantize_base`` does with weights that files store quantized, in the metadata of checkpoints."""
+EXPERT_ROUNDING = "expert_rounding"
+"""How ``quantize_base`` rounds the matrices of experts, in the metadata of checkpoints."""
 COMPARED_METADATA = {
     "model": "the model",
     "data": "the images, captions or their settings",
@@ -98,7 +100,9 @@ def describe_base(config: RunConfig, strategy: Strategy, detected: DetectedModel
     """Describe for a checkpoint how frozen weights are rounded, and by what they are dequantized."""
     reason = explain_dequantization(config.model, config.adapter, can_quantize=strategy.can_quantize_base)
     rounding = describe_rounding(config.model, detected.stored_formats, reason)
-    return {"nf4_kernel": strategy.nf4_kernel, STORED_ROUNDING: rounding}
+    has_experts = get_family_facts(detected.family).blocks.has_expert_matrices
+    experts = config.model.quantize_base if has_experts and not config.adapter.is_full else "none"
+    return {"nf4_kernel": strategy.nf4_kernel, STORED_ROUNDING: rounding, EXPERT_ROUNDING: experts}
 
 
 def describe_default_noise_levels(noise: NoiseConfig, detected: DetectedModel) -> str | None:
@@ -154,7 +158,7 @@ def find_changes(
 
 
 def _find_rounding_change(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[SettingChange]:
-    """Find whether ``quantize_base`` now rounds other weights of a base that its files store quantized."""
+    """Find whether ``quantize_base`` now rounds other weights: those that files store quantized, those of experts."""
     new, old = current.get(STORED_ROUNDING), saved.get(STORED_ROUNDING)
     if new is not None and STORED_ROUNDING not in saved:
         old = infer_rounding(saved["settings"])
@@ -164,6 +168,11 @@ def _find_rounding_change(saved: Mapping[str, Any], current: Mapping[str, Any]) 
         yield SettingChange(
             "weights that the model's files store quantized", old, new, changes_result=True, detail=detail
         )
+    new = current.get(EXPERT_ROUNDING, "none")
+    is_known = EXPERT_ROUNDING in saved or STORED_ROUNDING in saved  # by the version that began to round them
+    if new != "none" and not is_known and upgrade_settings(saved["settings"]).get("quantize_base") == new:
+        detail = "; the version of the checkpoint did not round them, which no option does"
+        yield SettingChange("matrices of experts", "none", new, changes_result=True, detail=detail)
 
 
 def judge_first_step(

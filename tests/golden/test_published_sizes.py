@@ -201,6 +201,7 @@ def test_a_family_states_the_parameters_of_its_largest_model(family):
 
 PROCESSORS = ("image_processor", "feature_extractor")  # have a configuration and no weights
 SOUND = ("audio_vae", "vocoder")  # are not loaded
+UNUSED = ("unconditional_transformer",)  # of Ideogram 4, which is neither trained nor previewed with
 
 
 def test_every_bundled_config_belongs_to_a_family_and_is_complete():
@@ -211,8 +212,12 @@ def test_every_bundled_config_belongs_to_a_family_and_is_complete():
         index = data["model_index.json"]
         assert index["_class_name"] == facts.pipeline.class_name
         components = {
-            key for key, value in index.items() if is_component(value) and key not in (*GUIDERS, *PROCESSORS, *SOUND)
+            key
+            for key, value in index.items()
+            if is_component(value) and key not in (*GUIDERS, *PROCESSORS, *SOUND, *UNUSED)
         }
+        if family == "wan_fun_control":
+            components.remove("image_encoder")  # of runs with a given first frame
         assert {*facts.components, "scheduler"} == components
         assert facts.detection.match_configs(data.get) is not None, name
 
@@ -447,6 +452,8 @@ def test_presets_state_the_parameters_of_the_model_that_they_download():
             for config, part in COUNTS
             if get_family_name(config) == family and part == FAMILY_FACTS[family].denoiser_name
         }, name
+        if name == "wan_vace":
+            continue  # named after the model without its blocks for control clips
         if found := re.search(r"-(\d+(?:\.\d+)?)b\b", preset.model.replace("_", "-"), re.IGNORECASE):
             assert preset.num_parameters / 1e9 == pytest.approx(float(found[1]), rel=0.2), name
             num_named += 1

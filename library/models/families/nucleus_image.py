@@ -70,6 +70,7 @@ FACTS = FamilyFacts(
             "cp": WHOLE_IMAGE,
             "cuda_graphs": "Nucleus-Image copies its rotary embedding from the host",
         },
+        has_expert_matrices=True,
         attention_modes=MASKED_ATTENTION_MODES,
     ),
     text=TextFacts(

@@ -6,8 +6,8 @@ checkpoints, and takes Adam only; a mapped tensor is one like any other, with wh
 """
 
 import errno
-import logging
 import os
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable
@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from ...errors import UserError
 from ...problems import Problem
 
-logger = logging.getLogger(__name__)
 MIN_BYTES = 2**20
 """The smallest size of a tensor that is moved to a file."""
 
@@ -70,7 +69,8 @@ class MappedMemory:
         try:
             descriptor, path = tempfile.mkstemp(prefix="lorikeet-memory-", dir=self._folder)
             try:
-                os.posix_fallocate(descriptor, 0, num_bytes)  # or a full disk would end the process in a later write
+                if sys.platform == "linux":  # or a full disk would end the process in a later write
+                    os.posix_fallocate(descriptor, 0, num_bytes)
                 return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
             finally:
                 os.close(descriptor)

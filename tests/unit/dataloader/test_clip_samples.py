@@ -18,6 +18,8 @@ from library.dataloader.batch import Moments
 from library.dataloader.loader import MicroBatchDataset
 from library.dataloader.prepare import PreparedData, prepare_data
 from library.dataset.clip_windows import FrameRule
+from library.dataset.controls import match_control_clips
+from library.dataset.image_ref import ImageRef
 from library.errors import ConfigError
 
 RULE = FrameRule(stride=4, fps=16.0)
@@ -155,6 +157,24 @@ def test_a_control_clip_is_cut_or_its_last_frame_repeated(tmp_path):
     save_clip(tmp_path, "alone.mp4", 9)
     with pytest.raises(ConfigError, match=r"alone.mp4: has no control clip: no alone.mp4, no folder alone"):
         prepare(tmp_path, f"{HEAD}{CLIPS}target_frames = [9]\ncontrol_directory = 'control'\n")
+
+
+def test_numbered_control_clips_belong_to_the_clip_of_the_longest_name(tmp_path):
+    def match(*names):
+        clips, controls = tmp_path / "clips", tmp_path / "control"
+        for name in names:
+            (controls / name).parent.mkdir(exist_ok=True)
+            (controls / name).touch()
+        refs = [ImageRef(clips, name) for name in ("walk.mp4", "walk_0.mp4")]
+        found = match_control_clips(refs, clips, controls)
+        return {ref.name: [each.name for each in own] for ref, own in found.controls.items()}, list(found.missing)
+
+    own = {"walk_0.mp4": ["walk_0.mp4"]}
+    assert match("walk_0.mp4") == (own, [ImageRef(tmp_path / "clips", "walk.mp4")])
+    assert match("walk_2.MP4", "walk_10.mp4") == ({"walk.mp4": ["walk_2.MP4", "walk_10.mp4"], **own}, [])
+    # A clip with a mask beside it.
+    assert match("walk.mp4")[0] == {"walk.mp4": ["walk.mp4", "walk_2.MP4", "walk_10.mp4"], **own}
+    assert match("walk_2.webm")[1] == [ImageRef(tmp_path / "clips", "walk.mp4")]  # two of one number
 
 
 def test_all_windows_of_a_clip_are_on_one_side_of_the_validation_split(tmp_path):

@@ -101,3 +101,11 @@ def test_sound_in_mono_is_heard_on_both_sides(tmp_path):
     assert np.abs(own - mono.samples[:, : own.shape[1]]).max() < 1e-4
     with av.open(str(path)) as container:
         assert container.streams.audio[0].codec_context.layout.nb_channels == 1
+
+
+def test_samples_that_are_no_numbers_are_an_error(tmp_path):
+    tone = draw_tone(1)
+    tone[:, 20000:20010] = np.nan
+    path = write_clip(tmp_path / "a.mkv", 24, 24, sound=Sound(tone, 48000, "pcm_f32le"))
+    with pytest.raises(ClipError, match="no numbers"):
+        read_window_sound(refer(path), cut(path, 0, 24))

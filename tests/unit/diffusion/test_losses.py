@@ -204,9 +204,9 @@ def test_every_value_of_the_loss_options_has_a_function():
 LOSS_OPTIONS = [
     option
     for option in iter_options(RunConfig)
-    if option.group == "loss" and option.name not in ("loss_type", *SNR_WEIGHTINGS)
+    if option.group == "loss" and option.name not in ("loss_type", "audio_loss_weight", *SNR_WEIGHTINGS)
 ]
-"""The options of the loss functions: those that are neither their name nor a weighting."""
+"""The options of the loss functions: those that are neither their name nor a weighting, of timesteps or of sound."""
 
 
 def change_value(option):

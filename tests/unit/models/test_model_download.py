@@ -30,7 +30,7 @@ def allow_hub(patch: pytest.MonkeyPatch, hub: ModelHub, cache: Path) -> None:
     """Let huggingface_hub ask this hub, with this cache."""
     patch.setenv("HF_ENDPOINT", hub.endpoint)
     patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    for module in ("constants", "utils._cache_manager"):
+    for module in ("utils._cache_manager", "constants"):  # the first copies from the second when it is imported
         patch.setattr(f"huggingface_hub.{module}.HF_HUB_CACHE", str(cache))
     patch.setattr("library.models.model_download.WAIT_SECONDS", 0.01)
 

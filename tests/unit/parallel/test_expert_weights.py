@@ -1,6 +1,7 @@
 """Weights of experts that are parameters of three axes are quantized and swapped as those of linear layers are."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from torch import nn
 
 from library.config import parse_config
 from library.estimate.base_storage import BlockWeights
+from library.models.detect import DetectedModel
 from library.parallel.frozen_base import quantize_and_offload_base
 from library.parallel.quantize import ExpertMatrices, FrozenExpertMatrices, QuantizedWeight, split_expert_weights
+from library.training.resume import describe_base, find_changes
 
 __all__ = ["build_case"]  # a fixture
 
@@ -75,3 +78,19 @@ def test_each_row_of_each_expert_has_a_scale_of_its_own():
     module.expert_weights, module.matrices = ("matrices",), nn.Parameter(weight)
     split_expert_weights(module)
     assert isinstance(module.matrices, nn.Parameter), "what is trained stays a parameter of its own name"
+
+
+def test_a_checkpoint_whose_experts_were_not_rounded_is_not_resumed_without_a_word():
+    """Versions that rounded linear layers alone recorded the same ``quantize_base``."""
+
+    def find(saved, family="nucleus_image", *words):
+        config, strategy = parse_config([*words]).config, SimpleNamespace(nf4_kernel=None, can_quantize_base=True)
+        current = {"settings": {}, **describe_base(config, strategy, DetectedModel(family, "", 16))}
+        return current, [str(change) for change in find_changes(saved, current) if change.changes_result]
+
+    old = {"settings": {"quantize_base": "int8"}}
+    current, (line,) = find(old, "nucleus_image", "--quantize_base", "int8")
+    assert "matrices of experts: none -> int8" in line
+    recorded = {**old, **current, "settings": old["settings"]}
+    assert find(recorded, "nucleus_image", "--quantize_base", "int8")[1] == []
+    assert find(old, "flux", "--quantize_base", "int8")[1] == find({"settings": {}})[1] == []

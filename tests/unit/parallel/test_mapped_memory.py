@@ -1,6 +1,7 @@
 """Memory in files: what shares memory stays together, and what cannot be reserved is named with the way out."""
 
 import resource
+import sys
 
 import pytest
 import torch
@@ -10,6 +11,9 @@ from library.parallel.deepspeed import mapped_memory
 from library.parallel.deepspeed.mapped_memory import MappedMemory
 
 OPTION = "offload_optimizer_nvme_path"
+pytestmark = pytest.mark.skipif(
+    getattr(sys, "_refuses_open_files", False), reason="DeepSpeed is not for systems that refuse to remove open files"
+)
 
 
 def test_views_of_a_tensor_are_moved_together_and_leave_no_file(tmp_path, monkeypatch):

@@ -59,7 +59,8 @@ def test_files_that_name_what_is_not_open_are_refused_before_anything_is_read(tm
         assert answer.json()["error"].startswith("config.json")
 
 
-def test_a_file_whose_name_is_like_that_of_a_dataset_file_is_imported(tmp_path):
+def test_a_file_whose_name_is_like_that_of_a_dataset_file_is_imported(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the file names a folder "output", which is in a checkout where a demo has run
     text = (DATA / "kohya_sdxl.json").read_text()
     page = open_page(tmp_path)
     answer = page.post("/api/import", json={"files": [{"name": "my.dataset.json", "text": text}]})
