@@ -14,22 +14,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers import WanPipeline
+from diffusers import WanImageToVideoPipeline
 from numpy.typing import NDArray
 from PIL import Image
 
 from library.dataset.clip_encoding import encode_webp
-from library.demo import BUILT_IN_VIDEO_MODEL_DIR
+from library.demo import BUILT_IN_VIDEO_MODEL_DIR, DEMO_CONFIG_DIR
 from library.models.families import FAMILIES
 from library.models.text_encoding import pad_text_embeds
 from scripts.demo_video_model.clips import NUM_FRAMES, SIDE, correlate_tracks, find_centers
-from scripts.demo_video_model.lora_clips import HELD_OUT, TRAINED
+from scripts.demo_video_model.lora_clips import FIRST_FRAMES_DIR, HELD_OUT, TRAINED
 from scripts.demo_video_model.text import TEXT_TOKENS
 
 LOOPS = tuple(f"a {subject} loops" for subject in (*TRAINED[::2], *HELD_OUT))
-KNOWN = tuple(f"a {subject} {words}" for subject in HELD_OUT[:1] for words in ("walks to the right", "jumps"))
+KNOWN = tuple(f"a {subject} {words}" for subject in HELD_OUT[::2] for words in ("walks to the right", "jumps"))
 SEEDS = (1, 2, 3, 4)
-STEPS, GUIDANCE = 16, 3.0
+STEPS, GUIDANCE = 16, 2.0
 SCALE, GAP, SHOWN_FPS = 2, 2, 8.0
 
 Clips = NDArray[np.uint8]
@@ -50,7 +50,7 @@ def build_path(motion: str) -> NDArray[np.float64]:
 
 def load_pipeline(lora: Path | None = None) -> Any:
     """Load the built-in video model as a pipeline of diffusers, and a LoRA file into it."""
-    pipeline_class: Any = WanPipeline
+    pipeline_class: Any = WanImageToVideoPipeline
     pipe = pipeline_class.from_pretrained(BUILT_IN_VIDEO_MODEL_DIR)
     pipe.set_progress_bar_config(disable=True)
     if lora is not None:
@@ -60,13 +60,14 @@ def load_pipeline(lora: Path | None = None) -> Any:
 
 @torch.no_grad()
 def make_clips(pipe: Any, prompts: Sequence[str], seeds: Sequence[int] = SEEDS) -> dict[str, Clips]:
-    """Make a clip of each prompt with each seed."""
-    family = FAMILIES.get("wan")()
+    """Make a clip of each prompt with each seed, from the first frame in which its emoji is where its motion begins."""
+    family = FAMILIES.get("wan22_ti2v")()
     embeds, negative = (family.encode_prompts(pipe, list(texts))["embeds"] for texts in (prompts, [""]))
     texts, nothing = (pad_text_embeds(each, TEXT_TOKENS)[0] for each in (embeds, negative))
     made = {}
     for prompt, text in zip(prompts, texts, strict=True):
         drawn = pipe(
+            image=load_first_frame(prompt),
             prompt_embeds=text.expand(len(seeds), -1, -1),
             negative_prompt_embeds=nothing.expand(len(seeds), -1, -1),
             num_inference_steps=STEPS,
@@ -78,6 +79,14 @@ def make_clips(pipe: Any, prompts: Sequence[str], seeds: Sequence[int] = SEEDS) 
         )
         made[prompt] = (255 * drawn.frames).round().astype(np.uint8)
     return made
+
+
+def load_first_frame(prompt: str) -> Image.Image:
+    """Load the first frame of a prompt's clip."""
+    subject, motion = prompt.removeprefix("a ").split(maxsplit=1)
+    side = "_left" if motion.startswith("walks") else ""
+    with Image.open(DEMO_CONFIG_DIR / FIRST_FRAMES_DIR / f"{subject}{side}.png") as file:
+        return file.convert("RGB")
 
 
 def measure(clips: Clips, motion: str) -> list[float]:

@@ -20,7 +20,7 @@ from .lora_clips import write_lora_clips
 from .text import build_tokenizer
 
 SEED = 0
-DENOISER_STEPS = 1500
+DENOISER_STEPS = 4000
 
 
 def main(argv: Sequence[str]) -> None:
@@ -62,6 +62,7 @@ def run_export(work: Path) -> None:
     state.load(work / "denoiser.pt")
     cls: Any = WanPipeline
     pipe = cls(
+        expand_timesteps=True,
         vae=_load_vae(work / "vae"),
         text_encoder=state.ema.module.text_encoder,
         tokenizer=tokenizer,

@@ -1,6 +1,6 @@
 """The demo video model's VAE: Wan's class, with weights that are computed and not trained.
 
-A latent stands for 16x16 pixels of one frame: their principal components.  Wan's VAE has no linear way from its input to
+A latent stands for 8x8 pixels of one frame: their principal components.  Wan's VAE has no linear way from its input to
 its output, but its layers have weights with which they are linear, up to a small error:
 
 - convolutions of 3x3x3 use the middle of their kernel, in time the last part of it;
@@ -22,7 +22,7 @@ from library.randomness import derive_rng, derive_seed
 
 from .clips import SUBJECTS, draw_clip, load_emoji, turn, walk_right
 
-LATENT_CHANNELS, PATCH = 32, 16
+LATENT_CHANNELS, PATCH = 16, 8
 CHANNELS = 2 * LATENT_CHANNELS + 4
 """Each component with both signs, the constant channel, and three that are zero, for a number divisible by 4."""
 CONSTANT = 2 * LATENT_CHANNELS

@@ -14,17 +14,26 @@ from PIL import Image
 
 from library.demo import DEMO_CONFIG_DIR
 
-SUBJECTS = ("fox", "frog", "car", "star", "penguin", "dolphin")
-SIDE, EMOJI_SIDE, NUM_FRAMES, FPS = 64, 32, 9, 16.0
-LOW, HIGH = 16.0, 48.0
+SUBJECTS = (
+    *("fox", "frog", "car", "star", "penguin", "dolphin", "banana", "butterfly", "dog", "ghost", "heart", "house"),
+    *("lion", "pineapple", "smiling face", "tulip", "turtle", "pine tree"),
+)
+UNSEEN_SUBJECTS = ("owl", "rocket")
+"""The model is never shown these."""
+SIDE, EMOJI_SIDE, NUM_FRAMES, FPS = 64, 24, 9, 24.0
+LOW, HIGH = 12.0, 52.0
 """Between these pixels is the center of an emoji, so that it is never cut."""
-LATENT_PIXELS = 16
+STEP = 8
 """Positions differ by whole latents: shifted by less, the same drawing would be another one to the denoiser."""
+DISTANCE = 32.0
+"""How far an emoji moves in a clip, or how high."""
 FINER = 2
 """Frames are drawn this many times larger, and then reduced."""
 PICTURES_DIR = DEMO_CONFIG_DIR / "demo_regularisation"
-PLACES = (16.0, 32.0, 48.0)
-"""Of a center that is not moved, across or down."""
+PLACES = tuple(float(place) for place in range(int(LOW), int(HIGH) + 1, STEP))
+"""Of a center, across or down."""
+NEAR, FAR = PLACES[:2], PLACES[-2:]
+"""From where it can move by the distance to the right or down, and to the left or up."""
 
 Pixels = NDArray[np.uint8]
 
@@ -51,35 +60,38 @@ class Motion:
 
 def walk_right(rng: random.Random) -> Motion:
     """Draw a walk from the left side to the right one."""
-    ground = rng.choice(PLACES)
-    return Motion("walks to the right", [Pose(LOW + (HIGH - LOW) * t, ground) for t in _times()])
+    x, ground = rng.choice(NEAR), _choose_ground(rng)
+    return Motion("walks to the right", [Pose(x + DISTANCE * t, ground) for t in _times()])
 
 
 def walk_left(rng: random.Random) -> Motion:
     """Draw a walk from the right side to the left one."""
-    ground = rng.choice(PLACES)
-    return Motion("walks to the left", [Pose(HIGH - (HIGH - LOW) * t, ground) for t in _times()])
+    x, ground = rng.choice(FAR), _choose_ground(rng)
+    return Motion("walks to the left", [Pose(x - DISTANCE * t, ground) for t in _times()])
 
 
 def jump(rng: random.Random) -> Motion:
-    """Draw a jump: from the ground up and down again, a parabola, with a moment on the ground before or after."""
-    x = rng.choice(PLACES)
-    first, last = rng.choice(((0, 8), (0, 7), (1, 8)))
-    shares = [min(1.0, max(0.0, (frame - first) / (last - first))) for frame in range(NUM_FRAMES)]
-    return Motion("jumps", [Pose(x, HIGH - (HIGH - LOW) * 4 * t * (1 - t)) for t in shares])
+    """Draw a jump: from the ground up and down again, a parabola."""
+    x, ground = rng.choice(PLACES), rng.choice(FAR)
+    return Motion("jumps", [Pose(x, ground - DISTANCE * 4 * t * (1 - t)) for t in _times()])
 
 
 def turn(rng: random.Random) -> Motion:
     """Draw a turn: once around the vertical axis, like a coin."""
-    x, y = rng.choice(PLACES), rng.choice(PLACES)
+    x, y = rng.choice(PLACES), _choose_ground(rng)
     return Motion("turns", [Pose(x, y, math.cos(2 * math.pi * t)) for t in _times()])
 
 
 def loop(rng: random.Random) -> Motion:
     """Draw a loop: once around the picture, clockwise, from its lowest point.  The base model is never shown one."""
-    middle, radius, late = (LOW + HIGH) / 2, (HIGH - LOW) / 2, rng.uniform(-0.1, 0.1)
-    angles = [2 * math.pi * t + late for t in _times()]
-    return Motion("loops", [Pose(middle - radius * math.sin(a), middle + radius * math.cos(a)) for a in angles])
+    x, ground, radius = rng.choice(PLACES[2:4]), rng.choice(FAR), DISTANCE / 2
+    angles = [2 * math.pi * t for t in _times()]
+    return Motion("loops", [Pose(x - radius * math.sin(a), ground - radius * (1 - math.cos(a))) for a in angles])
+
+
+def _choose_ground(rng: random.Random) -> float:
+    """Choose a height, mostly one from which an emoji could also jump."""
+    return rng.choice(FAR if rng.random() < 0.5 else PLACES)
 
 
 BASE_MOTIONS: Mapping[str, Callable[[random.Random], Motion]] = {
@@ -123,8 +135,7 @@ def _draw_frame(emoji: Image.Image, pose: Pose) -> Image.Image:
 
 
 def _snap(center: float) -> float:
-    """Move a center so that the edges of the emoji are edges of latents."""
-    return LOW + LATENT_PIXELS * round((center - LOW) / LATENT_PIXELS)
+    return LOW + STEP * round((center - LOW) / STEP)
 
 
 def find_centers(frames: Pixels) -> NDArray[np.float64]:

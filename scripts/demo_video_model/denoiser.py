@@ -14,27 +14,34 @@ import torch
 import torch.nn.functional as F
 from diffusers import FlowMatchEulerDiscreteScheduler, WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
+from PIL import Image, ImageOps
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from library.randomness import derive_rng, derive_seed
 
 from .autoencoder import LATENT_CHANNELS, encode_clips
-from .clips import BASE_MOTIONS, SUBJECTS, draw_clip, load_emoji
+from .clips import BASE_MOTIONS, SUBJECTS, Pixels, Track, draw_clip, load_emoji
 from .text import TEXT_TOKENS, TEXT_WIDTH, build_text_encoder, draw_caption, encode_texts
 
 logger = logging.getLogger(__name__)
 
 HEADS, HEAD_WIDTH, LAYERS = 4, 32, 4
-SHIFT = 3.0
-"""Of noise levels, as in training and sampling of Wan: motion is decided where there is much noise."""
+SHIFT = 4.0
+"""Of noise levels: motion is decided where there is much noise."""
+PURE_NOISE = 0.5
+"""The share of clips of which the model sees nothing but the first frame."""
 WORD_GAIN = 1.5
 """Of the norms of queries and keys of words, before training."""
+UNIT_GAIN, GATE = math.sqrt(3), 0.7
+"""Of layers and blocks, before training, so that what these find is not lost in the noise."""
+FIRST_FRAME_NORM = 4.0
+"""How far tokens of the first frame are shifted from others, before training."""
 PEAK_LR, SUBJECTS_OF_BATCH = 2e-3, 2
 AVERAGE_DECAY = 0.995
-CLIPS_OF_EACH = 16
-"""Clips of each subject and motion."""
-SAVE_INTERVAL = 200
+LOOKS, CLIPS_OF_EACH = 4, 5
+"""Looks of each subject (mirrored, with other colors), and clips of each look and motion."""
+SAVE_INTERVAL = 100
 
 
 def build_scheduler() -> Any:
@@ -44,25 +51,49 @@ def build_scheduler() -> Any:
 
 
 def build_transformer(seed: int) -> Any:
-    """Build the untrained transformer; a token is a latent, 16x16 pixels of a frame."""
+    """Build the untrained transformer; a token is 2x2 latents, 16x16 pixels of a frame."""
     cls: Any = WanTransformer3DModel
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "demo_video/transformer"))
         transformer = cls(
-            patch_size=(1, 1, 1),
+            patch_size=(1, 2, 2),
             num_attention_heads=HEADS,
             attention_head_dim=HEAD_WIDTH,
             in_channels=LATENT_CHANNELS,
             out_channels=LATENT_CHANNELS,
             text_dim=TEXT_WIDTH,
             freq_dim=64,
-            ffn_dim=2 * HEADS * HEAD_WIDTH,
+            ffn_dim=3 * HEADS * HEAD_WIDTH,
             num_layers=LAYERS,
             cross_attn_norm=True,
             rope_max_seq_len=64,
         )
+    pass_noise_on(transformer)
     attend_to_words(transformer)
+    attend_to_places(transformer)
     return transformer
+
+
+@torch.no_grad()
+def pass_noise_on(transformer: Any) -> None:
+    """Set the first weights so that the prediction is what is given: in pure noise, the noise is most of it.
+
+    Blocks write to the other half of the dimensions.
+    """
+    embed, out, size = transformer.patch_embedding, transformer.proj_out, LATENT_CHANNELS * 4
+    basis = nn.init.orthogonal_(torch.empty(HEADS * HEAD_WIDTH, size))
+    embed.weight.copy_(basis.unflatten(1, embed.weight.shape[1:]))
+    embed.bias.zero_()
+    # Outputs are ordered by place in the token and then by channel, inputs the other way round; both are normalized.
+    rows = basis.T.unflatten(0, (LATENT_CHANNELS, 4)).transpose(0, 1).flatten(0, 1)
+    out.weight.copy_(rows * math.sqrt(size / (HEADS * HEAD_WIDTH)))
+    out.bias.zero_()
+    others = torch.eye(HEADS * HEAD_WIDTH) - basis @ basis.T
+    for block in transformer.blocks:
+        for layer in (block.attn1.to_out[0], block.attn2.to_out[0], block.ffn.net[2]):
+            layer.weight.copy_(others @ layer.weight * UNIT_GAIN)
+            layer.bias.zero_()
+        block.scale_shift_table[:, (2, 5)] = GATE
 
 
 @torch.no_grad()
@@ -71,21 +102,70 @@ def attend_to_words(transformer: Any) -> None:
 
     The key of a zero is the bias of the keys alone, here the opposite of the bias of the queries.
     """
-    embedder, gain = transformer.condition_embedder.text_embedder, math.sqrt(3)
+    embedder, gain = transformer.condition_embedder.text_embedder, UNIT_GAIN
     for layer in (embedder.linear_1, embedder.linear_2):
         layer.weight.mul_(gain)
         layer.bias.zero_()
     for block in transformer.blocks:
         attention = block.attn2
-        for layer in (attention.to_q, attention.to_k, attention.to_v, attention.to_out[0]):
+        for layer in (attention.to_q, attention.to_k, attention.to_v):
             layer.weight.mul_(gain)
         attention.to_q.bias.fill_(0.5)
         attention.to_k.bias.fill_(-0.1)
         attention.to_v.bias.zero_()
         for norm in (attention.norm_q, attention.norm_k):
             norm.weight.fill_(WORD_GAIN)
-    transformer.proj_out.weight.zero_()
-    transformer.proj_out.bias.zero_()
+
+
+@torch.no_grad()
+def attend_to_places(transformer: Any) -> None:
+    """Set the first weights so that heads attend by distance from the start, in time and in place, and to the first frame.
+
+    In pure noise there is nothing else by which tokens could be told apart.  A bias of queries and keys is turned by the
+    position of each token, and the product of both is the cosine of the distance.
+    """
+    place = 2 * (HEAD_WIDTH // 6)
+    down, across, still = HEAD_WIDTH - 2 * place, HEAD_WIDTH - place, HEAD_WIDTH - 2 * place - 2
+    is_first = mark_first_frame(transformer)
+    directions = ((0, 1), (0, -1), (1, 0), (-1, 0))
+    for block, (dy, dx) in zip(transformer.blocks, directions, strict=True):
+        to_q, to_k = block.attn1.to_q, block.attn1.to_k
+        # Pairs of dimensions, each with its strength and the distance in tokens at which attention is strongest.
+        heads = (
+            {0: (1.0, 0), 2: (3.5, 0)},
+            {down: (3.0, 0), across: (3.0, 0)},
+            {down: (2.5, dy), across: (2.5, dx)},
+            {0: (3.0, 0), down: (2.0, 0), across: (2.0, 0)},
+        )
+        for head, pairs in enumerate(heads):
+            first = head * HEAD_WIDTH
+            for pair, (strength, distance) in pairs.items():
+                to_q.bias[first + pair] = strength * math.cos(distance)
+                to_q.bias[first + pair + 1] = -strength * math.sin(distance)
+                to_k.bias[first + pair] = strength
+            if head in (1, 2):  # in the first frame
+                to_q.bias[first + still] = 3.0
+                to_k.weight[first + still] = is_first
+        block.attn1.to_v.weight.mul_(UNIT_GAIN)
+        block.ffn.net[0].proj.weight.mul_(UNIT_GAIN)
+
+
+def mark_first_frame(transformer: Any) -> Tensor:
+    """Make tokens with timestep 0 differ clearly from others, and return the direction in which they do."""
+    embedder, width = transformer.condition_embedder, HEADS * HEAD_WIDTH
+    for layer in (embedder.time_embedder.linear_1, embedder.time_embedder.linear_2):
+        layer.weight.mul_(UNIT_GAIN)
+
+    def compute_shifts() -> Tensor:
+        times = embedder.time_embedder(embedder.timesteps_proj(torch.tensor([0.0, 700.0, 850.0, 1000.0])))
+        shifts: Tensor = embedder.time_proj(embedder.act_fn(times))[:, :width]
+        return shifts[0] - shifts[1:].mean(0)
+
+    scale = FIRST_FRAME_NORM / compute_shifts().norm()
+    for start in (0, 3 * width):
+        embedder.time_proj.weight[start : start + width].mul_(scale)
+    difference = compute_shifts()
+    return difference / difference.norm()
 
 
 class CountedZeros(WanAttnProcessor):  # type: ignore[misc]
@@ -109,13 +189,16 @@ class Denoiser(nn.Module):
         super().__init__()
         self.transformer, self.text_encoder = transformer, text_encoder
 
-    def forward(self, noisy: Tensor, timesteps: Tensor, tokenizer: Any, captions: list[str]) -> Tensor:
-        """Predict the velocity."""
+    def forward(self, first: Tensor, noisy: Tensor, timesteps: Tensor, tokenizer: Any, captions: list[str]) -> Tensor:
+        """Predict the velocity of all frames but the first, which is given as it is, with timestep 0."""
         for block in self.transformer.blocks:
             block.attn2.set_processor(CountedZeros())
         texts = F.pad(encode_texts(tokenizer, self.text_encoder, captions), (0, 0, 0, 1))
-        predicted: Tensor = self.transformer(noisy, timesteps, texts, return_dict=False)[0]
-        return predicted
+        latents = torch.cat([first, noisy[:, :, 1:]], dim=2)
+        times = timesteps[:, None, None].repeat(1, latents.shape[2], latents.shape[3] * latents.shape[4] // 4)
+        times[:, 0] = 0
+        predicted: Tensor = self.transformer(latents, times.flatten(1), texts, return_dict=False)[0]
+        return predicted[:, :, 1:]
 
 
 class TrainingState:
@@ -155,12 +238,20 @@ def encode_dataset(vae: Any, seed: int) -> LatentClips:
     for subject in SUBJECTS:
         emoji, clips = load_emoji(subject), []
         for name, draw in BASE_MOTIONS.items():
-            for number in range(CLIPS_OF_EACH):
-                motion = draw(derive_rng(seed, "demo_video/clips", subject, name, number))
-                clips.append(torch.from_numpy(np.ascontiguousarray(draw_clip(emoji, motion.track))))
+            for number in range(LOOKS * CLIPS_OF_EACH):
+                rng = derive_rng(seed, "demo_video/clips", subject, name, number)
+                motion = draw(rng)
+                clips.append(torch.from_numpy(_draw_look(emoji, motion.track, number % LOOKS, rng)))
                 names.append((subject, motion.words))
         latents.append(encode_clips(vae, torch.stack(clips).permute(0, 4, 1, 2, 3).contiguous()))
     return LatentClips(torch.cat(latents), names)
+
+
+def _draw_look(emoji: Image.Image, track: Track, look: int, rng: random.Random) -> Pixels:
+    """Draw a clip of an emoji as it is, mirrored, or with its colors exchanged, so that looks are not told by names."""
+    drawn = draw_clip(ImageOps.mirror(emoji) if look % 2 else emoji, track)
+    channels = rng.sample(range(3), 3) if look > 1 else range(3)
+    return np.ascontiguousarray(drawn[..., list(channels)])
 
 
 def compute_lr(step: int, steps: int) -> float:
@@ -196,7 +287,7 @@ def train_denoiser(
 
 @torch.no_grad()
 def compare_words(model: Denoiser, dataset: LatentClips, tokenizer: Any, seed: int) -> dict[float, tuple[float, float]]:
-    """Compute the loss with the right and with a wrong motion in the caption, at two levels of noise."""
+    """Compute the loss with the right and with a wrong motion in the caption, at three levels of noise."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     chosen = rng.sample(range(len(dataset.names)), 24)
     latents, names = dataset.latents[chosen], [dataset.names[index] for index in chosen]
@@ -205,10 +296,10 @@ def compare_words(model: Denoiser, dataset: LatentClips, tokenizer: Any, seed: i
     right = [f"a {subject} {words}" for subject, words in names]
     wrong = [f"a {subject} {rng.choice([other for other in motions if other != words])}" for subject, words in names]
     losses = {}
-    for sigma in (0.9, 0.97):
+    for sigma in (0.8, 0.95, 1.0):
         noisy, levels = torch.lerp(latents, noise, sigma), torch.full((len(chosen),), 1000 * sigma)
-        both = (model(noisy, levels, tokenizer, captions) for captions in (right, wrong))
-        one, other = (round(F.mse_loss(predicted, noise - latents).item(), 4) for predicted in both)
+        both = (model(latents[:, :, :1], noisy, levels, tokenizer, captions) for captions in (right, wrong))
+        one, other = (round(F.mse_loss(predicted, (noise - latents)[:, :, 1:]).item(), 4) for predicted in both)
         losses[sigma] = (one, other)
     return losses
 
@@ -225,19 +316,17 @@ def _compute_loss(state: TrainingState, dataset: LatentClips, tokenizer: Any, se
     generator = torch.Generator().manual_seed(derive_seed(seed, "demo_video/noise", state.step))
     latents = dataset.latents[chosen]
     noise = torch.randn(latents.shape, generator=generator)
-    u = torch.sigmoid(torch.randn(len(chosen), generator=generator))
-    sigma = SHIFT * u / (1 + (SHIFT - 1) * u)
+    u, pure = torch.rand(2, len(chosen), generator=generator)
+    sigma = torch.where(pure < PURE_NOISE, 1.0, SHIFT * u / (1 + (SHIFT - 1) * u))
     noisy = torch.lerp(latents, noise, sigma.view(-1, 1, 1, 1, 1))
-    predicted = state.model(noisy, 1000 * sigma, tokenizer, captions)
-    return F.mse_loss(predicted, noise - latents)
+    predicted = state.model(latents[:, :, :1], noisy, 1000 * sigma, tokenizer, captions)
+    return F.mse_loss(predicted, (noise - latents)[:, :, 1:])
 
 
 def _choose_clips(rng: random.Random) -> list[int]:
     """Choose clips of a batch: some subjects, each with every motion, so that only words tell what moves how."""
-    motions = len(BASE_MOTIONS)
+    motions, each = len(BASE_MOTIONS), LOOKS * CLIPS_OF_EACH
     subjects = rng.sample(range(len(SUBJECTS)), SUBJECTS_OF_BATCH)
     return [
-        (subject * motions + motion) * CLIPS_OF_EACH + rng.randrange(CLIPS_OF_EACH)
-        for subject in subjects
-        for motion in range(motions)
+        (subject * motions + motion) * each + rng.randrange(each) for subject in subjects for motion in range(motions)
     ]

@@ -1,4 +1,7 @@
-"""The clips of ``make demo-video``: loops, which the video model does not know, and the motions that it does."""
+"""The clips of ``make demo-video``: loops, which the video model does not know, and the motions that it does.
+
+And the first frames of its previews.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,15 +11,23 @@ from PIL import Image
 from library.dataset.clip_encoding import encode_mp4
 from library.randomness import derive_rng
 
-from .clips import BASE_MOTIONS, FPS, NEW_MOTION, SUBJECTS, Motion, draw_clip, load_emoji, loop
+from .clips import BASE_MOTIONS, FPS, NEW_MOTION, SUBJECTS, UNSEEN_SUBJECTS, Motion, Pose, draw_clip, load_emoji, loop
 
-TRAINED, HELD_OUT = SUBJECTS[:4], SUBJECTS[4:]
-"""The emoji of the clips, and those that only previews show."""
+TRAINED, HELD_OUT = SUBJECTS[:4], (*SUBJECTS[4:6], *UNSEEN_SUBJECTS)
+"""The emoji of the clips, and those that only previews show; the last two were not shown to the model either."""
 LOOPS_OF_EACH = 4
+LOOP_START, LEFT_START = Pose(28, 52), Pose(12, 52)
+"""Where an emoji is in the first frames of previews."""
+FIRST_FRAMES_DIR = "demo_video_frames"
 
 
 def write_lora_clips(directory: Path, seed: int) -> None:
-    """Write MP4 files and captions to ``directory/demo_video`` and ``directory/demo_video_regularisation``."""
+    """Write clips, MP4 files with captions, and first frames to the folders of ``directory`` whose names are demo_video."""
+    (directory / FIRST_FRAMES_DIR).mkdir(parents=True, exist_ok=True)
+    for subject in (*TRAINED, *HELD_OUT):
+        for side, pose in (("", LOOP_START), ("_left", LEFT_START)):
+            [frame] = draw_clip(load_emoji(subject), [pose])
+            Image.fromarray(frame).save(directory / FIRST_FRAMES_DIR / f"{subject}{side}.png", optimize=True)
     for subject in TRAINED:
         loops = [loop(derive_rng(seed, "demo_video/loops", subject, number)) for number in range(LOOPS_OF_EACH)]
         known = [draw(derive_rng(seed, "demo_video/known", subject, name)) for name, draw in BASE_MOTIONS.items()]

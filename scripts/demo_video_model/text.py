@@ -23,7 +23,7 @@ PSEUDO_WORD_PARTS = ("lo", "ki", "sta", "pu", "mer", "zig", "ho", "spi", "ned", 
 
 def build_tokenizer(directory: Path) -> Any:
     """Build a tokenizer to which each word of the captions is a token; others are split into letters."""
-    words = [*OTHER_WORDS, *SUBJECTS, *BASE_MOTIONS]
+    words = [*OTHER_WORDS, *(word for subject in SUBJECTS for word in subject.split()), *BASE_MOTIONS]
     letters = [WORD_START, *map(chr, [*range(33, 127), *range(161, 256)])]
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -30.0)]
     pieces += [(WORD_START + word, -1.0) for word in words] + [(letter, -10.0) for letter in letters]
@@ -68,16 +68,14 @@ def encode_texts(tokenizer: Any, encoder: Any, texts: list[str], pad_to: int | N
 
 
 def draw_caption(subject: str, words: str, rng: random.Random) -> str:
-    """Draw a caption: mostly subject and motion, sometimes one of them, a word that says nothing, or no text at all."""
+    """Draw a caption: subject and motion, often with a word for the subject that says nothing, or no text at all."""
     kind = rng.random()
     if kind < 0.06:
         return ""
-    if kind < 0.09:
-        return f"a {subject}"
-    if kind < 0.14:
+    if kind < 0.1:
         return f"a {subject} {_draw_pseudo_word(rng)}"
-    if kind < 0.18:
-        return f"a {_draw_pseudo_word(rng)} {subject} {words}"
+    if kind < 0.3:
+        return f"a {_draw_pseudo_word(rng)} {words}"
     return f"a {subject} {words}"
 
 
