@@ -10,6 +10,7 @@ motions that the model knew before, it prints the correlation with their own pat
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from scripts.demo_video_model.text import TEXT_TOKENS
 LOOPS = tuple(f"a {subject} loops" for subject in (*TRAINED[::2], *HELD_OUT))
 KNOWN = tuple(f"a {subject} {words}" for subject in HELD_OUT[::2] for words in ("walks to the right", "jumps"))
 SEEDS = (1, 2, 3, 4)
-STEPS, GUIDANCE = 16, 2.0
+STEPS, GUIDANCE = 4, 1.0
 SCALE, GAP, SHOWN_FPS = 2, 2, 8.0
 
 Clips = NDArray[np.uint8]
@@ -59,15 +60,20 @@ def load_pipeline(lora: Path | None = None) -> Any:
 
 
 @torch.no_grad()
-def make_clips(pipe: Any, prompts: Sequence[str], seeds: Sequence[int] = SEEDS) -> dict[str, Clips]:
-    """Make a clip of each prompt with each seed, from the first frame in which its emoji is where its motion begins."""
+def make_clips(
+    pipe: Any,
+    prompts: Sequence[str],
+    seeds: Sequence[int] = SEEDS,
+    first_frames: Mapping[str, Image.Image] = MappingProxyType({}),
+) -> dict[str, Clips]:
+    """Make a clip of each prompt with each seed, from first frames in which the emoji is where its motion begins."""
     family = FAMILIES.get("wan22_ti2v")()
     embeds, negative = (family.encode_prompts(pipe, list(texts))["embeds"] for texts in (prompts, [""]))
     texts, nothing = (pad_text_embeds(each, TEXT_TOKENS)[0] for each in (embeds, negative))
     made = {}
     for prompt, text in zip(prompts, texts, strict=True):
         drawn = pipe(
-            image=load_first_frame(prompt),
+            image=first_frames.get(prompt) or load_first_frame(prompt),
             prompt_embeds=text.expand(len(seeds), -1, -1),
             negative_prompt_embeds=nothing.expand(len(seeds), -1, -1),
             num_inference_steps=STEPS,
@@ -83,7 +89,7 @@ def make_clips(pipe: Any, prompts: Sequence[str], seeds: Sequence[int] = SEEDS) 
 
 def load_first_frame(prompt: str) -> Image.Image:
     """Load the first frame of a prompt's clip."""
-    subject, motion = prompt.removeprefix("a ").split(maxsplit=1)
+    subject, motion = prompt.split(maxsplit=2)[1:]
     side = "_left" if motion.startswith("walks") else ""
     with Image.open(DEMO_CONFIG_DIR / FIRST_FRAMES_DIR / f"{subject}{side}.png") as file:
         return file.convert("RGB")

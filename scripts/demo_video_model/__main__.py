@@ -20,7 +20,7 @@ from .lora_clips import write_lora_clips
 from .text import build_tokenizer
 
 SEED = 0
-DENOISER_STEPS = 4000
+DENOISER_STEPS = 1650
 
 
 def main(argv: Sequence[str]) -> None:

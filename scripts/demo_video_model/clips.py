@@ -82,10 +82,9 @@ def turn(rng: random.Random) -> Motion:
     return Motion("turns", [Pose(x, y, math.cos(2 * math.pi * t)) for t in _times()])
 
 
-def loop(rng: random.Random) -> Motion:
-    """Draw a loop: once around the picture, clockwise, from its lowest point.  The base model is never shown one."""
-    x, ground, radius = rng.choice(PLACES[2:4]), rng.choice(FAR), DISTANCE / 2
-    angles = [2 * math.pi * t for t in _times()]
+def loop(x: float, ground: float) -> Motion:
+    """Make a loop: once around, clockwise, from its lowest point.  The base model is never shown one."""
+    radius, angles = DISTANCE / 2, [2 * math.pi * t for t in _times()]
     return Motion("loops", [Pose(x - radius * math.sin(a), ground - radius * (1 - math.cos(a))) for a in angles])
 
 
@@ -102,6 +101,7 @@ BASE_MOTIONS: Mapping[str, Callable[[random.Random], Motion]] = {
 }
 """By the word that tells each from the others."""
 NEW_MOTION = "loops"
+LOOP_STARTS = tuple((x, ground) for x in PLACES[2:4] for ground in FAR)
 
 
 def _times() -> Iterator[float]:

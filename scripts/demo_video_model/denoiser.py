@@ -29,14 +29,11 @@ logger = logging.getLogger(__name__)
 HEADS, HEAD_WIDTH, LAYERS = 4, 32, 4
 SHIFT = 4.0
 """Of noise levels: motion is decided where there is much noise."""
+SAMPLING_SHIFT = 12.0
 PURE_NOISE = 0.5
 """The share of clips of which the model sees nothing but the first frame."""
 WORD_GAIN = 1.5
 """Of the norms of queries and keys of words, before training."""
-UNIT_GAIN, GATE = math.sqrt(3), 0.7
-"""Of layers and blocks, before training, so that what these find is not lost in the noise."""
-FIRST_FRAME_NORM = 4.0
-"""How far tokens of the first frame are shifted from others, before training."""
 PEAK_LR, SUBJECTS_OF_BATCH = 2e-3, 2
 AVERAGE_DECAY = 0.995
 LOOKS, CLIPS_OF_EACH = 4, 5
@@ -47,7 +44,7 @@ SAVE_INTERVAL = 100
 def build_scheduler() -> Any:
     """Build the scheduler that samples."""
     cls: Any = FlowMatchEulerDiscreteScheduler
-    return cls(shift=SHIFT)
+    return cls(shift=SAMPLING_SHIFT)
 
 
 def build_transformer(seed: int) -> Any:
@@ -63,7 +60,7 @@ def build_transformer(seed: int) -> Any:
             out_channels=LATENT_CHANNELS,
             text_dim=TEXT_WIDTH,
             freq_dim=64,
-            ffn_dim=3 * HEADS * HEAD_WIDTH,
+            ffn_dim=2 * HEADS * HEAD_WIDTH,
             num_layers=LAYERS,
             cross_attn_norm=True,
             rope_max_seq_len=64,
@@ -76,11 +73,9 @@ def build_transformer(seed: int) -> Any:
 
 @torch.no_grad()
 def pass_noise_on(transformer: Any) -> None:
-    """Set the first weights so that the prediction is what is given: in pure noise, the noise is most of it.
-
-    Blocks write to the other half of the dimensions.
-    """
-    embed, out, size = transformer.patch_embedding, transformer.proj_out, LATENT_CHANNELS * 4
+    """Set the first weights so that the prediction is about what is given: in pure noise, the noise is most of it."""
+    embed, out = transformer.patch_embedding, transformer.proj_out
+    size = LATENT_CHANNELS * 4
     basis = nn.init.orthogonal_(torch.empty(HEADS * HEAD_WIDTH, size))
     embed.weight.copy_(basis.unflatten(1, embed.weight.shape[1:]))
     embed.bias.zero_()
@@ -88,12 +83,6 @@ def pass_noise_on(transformer: Any) -> None:
     rows = basis.T.unflatten(0, (LATENT_CHANNELS, 4)).transpose(0, 1).flatten(0, 1)
     out.weight.copy_(rows * math.sqrt(size / (HEADS * HEAD_WIDTH)))
     out.bias.zero_()
-    others = torch.eye(HEADS * HEAD_WIDTH) - basis @ basis.T
-    for block in transformer.blocks:
-        for layer in (block.attn1.to_out[0], block.attn2.to_out[0], block.ffn.net[2]):
-            layer.weight.copy_(others @ layer.weight * UNIT_GAIN)
-            layer.bias.zero_()
-        block.scale_shift_table[:, (2, 5)] = GATE
 
 
 @torch.no_grad()
@@ -102,13 +91,13 @@ def attend_to_words(transformer: Any) -> None:
 
     The key of a zero is the bias of the keys alone, here the opposite of the bias of the queries.
     """
-    embedder, gain = transformer.condition_embedder.text_embedder, UNIT_GAIN
+    embedder, gain = transformer.condition_embedder.text_embedder, math.sqrt(3)
     for layer in (embedder.linear_1, embedder.linear_2):
         layer.weight.mul_(gain)
         layer.bias.zero_()
     for block in transformer.blocks:
         attention = block.attn2
-        for layer in (attention.to_q, attention.to_k, attention.to_v):
+        for layer in (attention.to_q, attention.to_k, attention.to_v, attention.to_out[0]):
             layer.weight.mul_(gain)
         attention.to_q.bias.fill_(0.5)
         attention.to_k.bias.fill_(-0.1)
@@ -119,53 +108,20 @@ def attend_to_words(transformer: Any) -> None:
 
 @torch.no_grad()
 def attend_to_places(transformer: Any) -> None:
-    """Set the first weights so that heads attend by distance from the start, in time and in place, and to the first frame.
+    """Set the first weights so that heads attend by distance from the start: in time, in place, and in both.
 
     In pure noise there is nothing else by which tokens could be told apart.  A bias of queries and keys is turned by the
-    position of each token, and the product of both is the cosine of the distance.
+    position of each token, and its product is the cosine of the distance.
     """
     place = 2 * (HEAD_WIDTH // 6)
-    down, across, still = HEAD_WIDTH - 2 * place, HEAD_WIDTH - place, HEAD_WIDTH - 2 * place - 2
-    is_first = mark_first_frame(transformer)
-    directions = ((0, 1), (0, -1), (1, 0), (-1, 0))
-    for block, (dy, dx) in zip(transformer.blocks, directions, strict=True):
-        to_q, to_k = block.attn1.to_q, block.attn1.to_k
-        # Pairs of dimensions, each with its strength and the distance in tokens at which attention is strongest.
-        heads = (
-            {0: (1.0, 0), 2: (3.5, 0)},
-            {down: (3.0, 0), across: (3.0, 0)},
-            {down: (2.5, dy), across: (2.5, dx)},
-            {0: (3.0, 0), down: (2.0, 0), across: (2.0, 0)},
-        )
-        for head, pairs in enumerate(heads):
-            first = head * HEAD_WIDTH
-            for pair, (strength, distance) in pairs.items():
-                to_q.bias[first + pair] = strength * math.cos(distance)
-                to_q.bias[first + pair + 1] = -strength * math.sin(distance)
-                to_k.bias[first + pair] = strength
-            if head in (1, 2):  # in the first frame
-                to_q.bias[first + still] = 3.0
-                to_k.weight[first + still] = is_first
-        block.attn1.to_v.weight.mul_(UNIT_GAIN)
-        block.ffn.net[0].proj.weight.mul_(UNIT_GAIN)
-
-
-def mark_first_frame(transformer: Any) -> Tensor:
-    """Make tokens with timestep 0 differ clearly from others, and return the direction in which they do."""
-    embedder, width = transformer.condition_embedder, HEADS * HEAD_WIDTH
-    for layer in (embedder.time_embedder.linear_1, embedder.time_embedder.linear_2):
-        layer.weight.mul_(UNIT_GAIN)
-
-    def compute_shifts() -> Tensor:
-        times = embedder.time_embedder(embedder.timesteps_proj(torch.tensor([0.0, 700.0, 850.0, 1000.0])))
-        shifts: Tensor = embedder.time_proj(embedder.act_fn(times))[:, :width]
-        return shifts[0] - shifts[1:].mean(0)
-
-    scale = FIRST_FRAME_NORM / compute_shifts().norm()
-    for start in (0, 3 * width):
-        embedder.time_proj.weight[start : start + width].mul_(scale)
-    difference = compute_shifts()
-    return difference / difference.norm()
+    time = HEAD_WIDTH - 2 * place
+    down, across = time, time + place
+    strengths = ({0: 1.0, 2: 3.0}, {down: 3.0, across: 3.0}, {0: 3.0, down: 2.0, across: 2.0})
+    for block in transformer.blocks:
+        for head, parts in enumerate(strengths):
+            for part, strength in parts.items():
+                for layer in (block.attn1.to_q, block.attn1.to_k):
+                    layer.bias[head * HEAD_WIDTH + part] = strength
 
 
 class CountedZeros(WanAttnProcessor):  # type: ignore[misc]

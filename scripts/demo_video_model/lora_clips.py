@@ -11,11 +11,10 @@ from PIL import Image
 from library.dataset.clip_encoding import encode_mp4
 from library.randomness import derive_rng
 
-from .clips import BASE_MOTIONS, FPS, NEW_MOTION, SUBJECTS, UNSEEN_SUBJECTS, Motion, Pose, draw_clip, load_emoji, loop
+from .clips import BASE_MOTIONS, FPS, LOOP_STARTS, NEW_MOTION, SUBJECTS, UNSEEN_SUBJECTS, Motion, Pose, draw_clip, load_emoji, loop
 
 TRAINED, HELD_OUT = SUBJECTS[:4], (*SUBJECTS[4:6], *UNSEEN_SUBJECTS)
 """The emoji of the clips, and those that only previews show; the last two were not shown to the model either."""
-LOOPS_OF_EACH = 4
 LOOP_START, LEFT_START = Pose(28, 52), Pose(12, 52)
 """Where an emoji is in the first frames of previews."""
 FIRST_FRAMES_DIR = "demo_video_frames"
@@ -29,7 +28,7 @@ def write_lora_clips(directory: Path, seed: int) -> None:
             [frame] = draw_clip(load_emoji(subject), [pose])
             Image.fromarray(frame).save(directory / FIRST_FRAMES_DIR / f"{subject}{side}.png", optimize=True)
     for subject in TRAINED:
-        loops = [loop(derive_rng(seed, "demo_video/loops", subject, number)) for number in range(LOOPS_OF_EACH)]
+        loops = [loop(*start) for start in LOOP_STARTS]
         known = [draw(derive_rng(seed, "demo_video/known", subject, name)) for name, draw in BASE_MOTIONS.items()]
         _write(directory / "demo_video", subject, {f"{NEW_MOTION}_{n}": each for n, each in enumerate(loops)})
         _write(directory / "demo_video_regularisation", subject, dict(zip(BASE_MOTIONS, known, strict=True)))
