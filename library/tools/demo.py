@@ -31,7 +31,8 @@ class Demo:
     def list_files(self) -> list[Path]:
         """List the files and folders that it needs."""
         names = [f"{self.name}{rest}" for rest in (".toml", "_run.toml", "_prompts.txt", "", "_regularisation")]
-        return [*(DEMO_CONFIG_DIR / name for name in names), *([self.model] if self.model else []), TRAINING_SCRIPT]
+        own = [DEMO_CONFIG_DIR / f"{self.name}_frames", self.model] if self.model else []
+        return [*(DEMO_CONFIG_DIR / name for name in names), *own, TRAINING_SCRIPT]
 
 
 IMAGE_DEMO = Demo("demo")

@@ -110,8 +110,8 @@ def attend_to_words(transformer: Any) -> None:
 def attend_to_places(transformer: Any) -> None:
     """Set the first weights so that heads attend by distance from the start: in time, in place, and in both.
 
-    In pure noise there is nothing else by which tokens could be told apart.  A bias of queries and keys is turned by the
-    position of each token, and its product is the cosine of the distance.
+    In pure noise there is nothing else by which tokens could be told apart.  A bias of queries and keys is turned by
+    the position of each token, and the product of both is the cosine of the distance.
     """
     place = 2 * (HEAD_WIDTH // 6)
     time = HEAD_WIDTH - 2 * place
@@ -211,9 +211,10 @@ def _draw_look(emoji: Image.Image, track: Track, look: int, rng: random.Random) 
 
 
 def compute_lr(step: int, steps: int) -> float:
-    """Compute the learning rate: warmup, constant, and cosine decay to zero over the last two thirds."""
-    remaining = (steps - step) / (0.67 * steps)
-    return PEAK_LR * min(1.0, (step + 1) / 100, 0.5 * (1 - math.cos(math.pi * min(1.0, remaining))))
+    """Compute the learning rate: warmup, constant, and from half of it a cosine to zero over the last third."""
+    remaining = (steps - step) / steps
+    decay = 1.0 if remaining > 1 / 3 else 0.5 * (1 - math.cos(1.5 * math.pi * remaining))
+    return PEAK_LR * min(1.0, (step + 1) / 100, decay)
 
 
 def train_denoiser(

@@ -11,7 +11,19 @@ from PIL import Image
 from library.dataset.clip_encoding import encode_mp4
 from library.randomness import derive_rng
 
-from .clips import BASE_MOTIONS, FPS, LOOP_STARTS, NEW_MOTION, SUBJECTS, UNSEEN_SUBJECTS, Motion, Pose, draw_clip, load_emoji, loop
+from .clips import (
+    BASE_MOTIONS,
+    FPS,
+    LOOP_STARTS,
+    NEW_MOTION,
+    SUBJECTS,
+    UNSEEN_SUBJECTS,
+    Motion,
+    Pose,
+    draw_clip,
+    load_emoji,
+    loop,
+)
 
 TRAINED, HELD_OUT = SUBJECTS[:4], (*SUBJECTS[4:6], *UNSEEN_SUBJECTS)
 """The emoji of the clips, and those that only previews show; the last two were not shown to the model either."""
@@ -21,7 +33,7 @@ FIRST_FRAMES_DIR = "demo_video_frames"
 
 
 def write_lora_clips(directory: Path, seed: int) -> None:
-    """Write clips, MP4 files with captions, and first frames to the folders of ``directory`` whose names are demo_video."""
+    """Write clips, MP4 files with captions, and first frames to folders in ``directory``."""
     (directory / FIRST_FRAMES_DIR).mkdir(parents=True, exist_ok=True)
     for subject in (*TRAINED, *HELD_OUT):
         for side, pose in (("", LOOP_START), ("_left", LEFT_START)):
