@@ -89,7 +89,9 @@ def compute_components(clips: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Components have mean 0 and a mean variance of 1, half way between equal variances and those of the pixels.
     """
-    rows = torch.cat([patchify(batch / 127.5 - 1, PATCH).transpose(0, 1).flatten(1).T for batch in clips.split(16)])
+    split: Any = patchify
+    batches = torch.split(clips, 16)  # type: ignore[no-untyped-call]
+    rows = torch.cat([split(batch / 127.5 - 1, PATCH).transpose(0, 1).flatten(1).T for batch in batches])
     rows = rows.double()
     center = rows.mean(0)
     values, vectors = torch.linalg.eigh(torch.cov((rows - center).T))

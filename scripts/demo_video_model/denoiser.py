@@ -65,7 +65,7 @@ def build_transformer(seed: int) -> Any:
             cross_attn_norm=True,
             rope_max_seq_len=64,
         )
-    pass_noise_on(transformer)
+        pass_noise_on(transformer)
     attend_to_words(transformer)
     attend_to_places(transformer)
     return transformer
@@ -77,10 +77,10 @@ def pass_noise_on(transformer: Any) -> None:
     embed, out = transformer.patch_embedding, transformer.proj_out
     size = LATENT_CHANNELS * 4
     basis = nn.init.orthogonal_(torch.empty(HEADS * HEAD_WIDTH, size))
-    embed.weight.copy_(basis.unflatten(1, embed.weight.shape[1:]))
+    embed.weight.copy_(basis.view(embed.weight.shape))
     embed.bias.zero_()
     # Outputs are ordered by place in the token and then by channel, inputs the other way round; both are normalized.
-    rows = basis.T.unflatten(0, (LATENT_CHANNELS, 4)).transpose(0, 1).flatten(0, 1)
+    rows = basis.T.reshape(LATENT_CHANNELS, 4, -1).transpose(0, 1).flatten(0, 1)
     out.weight.copy_(rows * math.sqrt(size / (HEADS * HEAD_WIDTH)))
     out.bias.zero_()
 
@@ -124,7 +124,7 @@ def attend_to_places(transformer: Any) -> None:
                     layer.bias[head * HEAD_WIDTH + part] = strength
 
 
-class CountedZeros(WanAttnProcessor):  # type: ignore[misc]
+class CountedZeros(WanAttnProcessor):
     """Cross-attention in which the last token stands for all zeros that fill a text up to 512 tokens.
 
     Equal tokens get equal attention, so one of them with the logarithm of their number added is the same as all.
@@ -148,7 +148,7 @@ class Denoiser(nn.Module):
     def forward(self, first: Tensor, noisy: Tensor, timesteps: Tensor, tokenizer: Any, captions: list[str]) -> Tensor:
         """Predict the velocity of all frames but the first, which is given as it is, with timestep 0."""
         for block in self.transformer.blocks:
-            block.attn2.set_processor(CountedZeros())
+            block.attn2.set_processor(CountedZeros())  # type: ignore[no-untyped-call]
         texts = F.pad(encode_texts(tokenizer, self.text_encoder, captions), (0, 0, 0, 1))
         latents = torch.cat([first, noisy[:, :, 1:]], dim=2)
         times = timesteps[:, None, None].repeat(1, latents.shape[2], latents.shape[3] * latents.shape[4] // 4)
@@ -195,7 +195,7 @@ def encode_dataset(vae: Any, seed: int) -> LatentClips:
         emoji, clips = load_emoji(subject), []
         for name, draw in BASE_MOTIONS.items():
             for number in range(LOOKS * CLIPS_OF_EACH):
-                rng = derive_rng(seed, "demo_video/clips", subject, name, number)
+                rng = derive_rng(seed, f"demo_video/clips/{subject}/{name}", number)
                 motion = draw(rng)
                 clips.append(torch.from_numpy(_draw_look(emoji, motion.track, number % LOOKS, rng)))
                 names.append((subject, motion.words))

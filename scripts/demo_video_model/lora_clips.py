@@ -41,7 +41,7 @@ def write_lora_clips(directory: Path, seed: int) -> None:
             Image.fromarray(frame).save(directory / FIRST_FRAMES_DIR / f"{subject}{side}.png", optimize=True)
     for subject in TRAINED:
         loops = [loop(*start) for start in LOOP_STARTS]
-        known = [draw(derive_rng(seed, "demo_video/known", subject, name)) for name, draw in BASE_MOTIONS.items()]
+        known = [draw(derive_rng(seed, f"demo_video/known/{subject}/{name}")) for name, draw in BASE_MOTIONS.items()]
         _write(directory / "demo_video", subject, {f"{NEW_MOTION}_{n}": each for n, each in enumerate(loops)})
         _write(directory / "demo_video_regularisation", subject, dict(zip(BASE_MOTIONS, known, strict=True)))
 

@@ -64,7 +64,8 @@ def encode_texts(tokenizer: Any, encoder: Any, texts: list[str], pad_to: int | N
     settings = {"padding": "longest"} if pad_to is None else {"padding": "max_length", "max_length": pad_to}
     tokens = tokenizer(texts, return_tensors="pt", **settings)
     embeds: Tensor = encoder(tokens.input_ids, tokens.attention_mask).last_hidden_state
-    return embeds * tokens.attention_mask.unsqueeze(-1)
+    mask: Tensor = tokens.attention_mask
+    return embeds * mask.unsqueeze(-1)
 
 
 def draw_caption(subject: str, words: str, rng: random.Random) -> str:
