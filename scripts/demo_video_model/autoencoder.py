@@ -90,7 +90,7 @@ def compute_components(clips: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     Components have mean 0 and a mean variance of 1, half way between equal variances and those of the pixels.
     """
     split: Any = patchify
-    batches = torch.split(clips, 16)  # type: ignore[no-untyped-call]
+    batches = torch.split(clips, 16)
     rows = torch.cat([split(batch / 127.5 - 1, PATCH).transpose(0, 1).flatten(1).T for batch in batches])
     rows = rows.double()
     center = rows.mean(0)

@@ -1,10 +1,15 @@
 """The built-in video model and the demo that trains a motion on it: what is stored, measured and learned."""
 
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
+from PIL import Image
 
 from library.config import parse_config
 from library.demo import BUILT_IN_VIDEO_MODEL_DIR, DEMO_CONFIG_DIR
@@ -105,6 +110,28 @@ def test_the_words_decide_how_an_emoji_moves_from_the_same_first_frame():
 
     assert measure(clips[right], "walks")[0] > 0.9 > 0.5 > abs(measure(clips[right], "jumps")[0])
     assert measure(clips[jump], "jumps")[0] > 0.8 > 0.5 > abs(measure(clips[jump], "walks")[0])
+
+
+@pytest.mark.slow
+def test_the_demo_runs_in_any_folder_and_makes_clips_that_begin_with_their_first_frames(tmp_path):
+    words = "--video --max_train_steps 2 --sample_every_n_steps 2 --max_data_loader_n_workers 0".split()
+    result = subprocess.run(
+        [sys.executable, "-m", "library", "demo", *words],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+    )
+
+    assert result.returncode == 0, result.stderr
+    assert "Rounding" not in result.stdout + result.stderr
+    assert (tmp_path / "output/demo_video/demo_video.safetensors").is_file()
+    [clip] = (tmp_path / "output/demo_video/sample").glob("demo_video_000002_02_*.webp")
+    with Image.open(clip) as file:
+        assert file.n_frames == 9
+        first = np.asarray(file.convert("RGB")).astype(int)
+    assert np.abs(first - np.asarray(load_first_frame("a penguin loops"))).mean() < 5
 
 
 def test_the_clips_of_the_demo_are_those_that_the_script_writes(tmp_path):
