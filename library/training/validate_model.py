@@ -20,7 +20,7 @@ from ..dataloader.sample_prompts import Prompt
 from ..errors import ConfigError
 from ..evaluation.embedders import EmbedderChoice
 from ..evaluation.pictures import find_unsupported_reason
-from ..models.base import ControlTextFamily, Family
+from ..models.base import Family
 from ..models.detect import DetectedModel, build_control_limits
 from ..models.loading import load_components_on_meta
 from ..models.trained_components import select_trained_text_encoders
@@ -283,7 +283,7 @@ def validate_slider_family(
     facts, reason = family.facts, ""
     if facts.pipeline.experts is not None:
         reason = "has two transformers, and the latents of one are denoised by both"
-    elif build_control_limits(detected).describe_problem(0) or isinstance(family, ControlTextFamily):
+    elif build_control_limits(detected).describe_problem(0) or facts.text_images == "controls":
         reason = "needs control images"
     elif type(family).encode_frame_cond is not Family.encode_frame_cond:
         reason = "needs the frames of clips themselves"

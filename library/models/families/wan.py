@@ -26,7 +26,7 @@ from ..facts import (
 )
 from ..family_noise_levels import NoiseLevels, TrainingNoiseFacts
 from ..model_configs import ConfigReader, ModelError, read_required
-from ..shared_facts import CLIPS_NOT_TRIED, DENOISER_PREFIXES, match_flow_model
+from ..shared_facts import DENOISER_PREFIXES, match_flow_model
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -168,11 +168,6 @@ FACTS = FamilyFacts(
         token_args={"rotary_emb": ((1, ("hidden_states",)),) * 2},
         text_attention_calls=(1,),
         text_attention_layers=("attn2.to_k", "attn2.to_v"),
-        unsupported_strategies={
-            "tp": "the attention of Wan is normalized over all heads together",
-            "pp": CLIPS_NOT_TRIED,
-            "cp": CLIPS_NOT_TRIED,
-        },
     ),
     text=TextFacts(
         components=("text_encoder", "tokenizer"),
