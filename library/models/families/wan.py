@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -253,11 +254,20 @@ class Wan(Family):
     def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
         from ..text_encoding import pad_text_embeds
 
+        # Where a latent is one frame, as in the demo model, the pipeline rounds every number of frames up by one.
+        has_frame_latents = pipe.vae_scale_factor_temporal == 1
+        if has_frame_latents:
+            logging.getLogger(type(pipe).__module__).addFilter(_is_not_about_rounding)
         return dict(
             guidance_scale=self.facts.sampling.get_guidance_scale(prompt.cfg_scale),
             prompt_embeds=pad_text_embeds(cond["embeds"], WAN_TEXT_TOKENS)[0],
             negative_prompt_embeds=pad_text_embeds(negative_cond["embeds"], WAN_TEXT_TOKENS)[0],
+            **({"num_frames": (prompt.num_frames or 1) - 1} if has_frame_latents else {}),
         )
+
+
+def _is_not_about_rounding(record: logging.LogRecord) -> bool:
+    return "Rounding to the nearest number" not in record.msg
 
 
 def _clean_text(text: str) -> str:
