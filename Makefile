@@ -2,6 +2,7 @@
 # make demo       train a LoRA on the built-in model
 # make demo-control  train control by a condition image on it
 # make demo-slider  train a slider from texts alone on it
+# make demo-video  train a motion from clips on the built-in model of videos
 # make demo-evaluate  train three LoRAs on it, too short, right and far too long, and have the right one named
 # make web        the page in the browser
 # make test       linter, types and the quick tests: before every commit
@@ -15,7 +16,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo demo-control demo-slider demo-evaluate web test lint lint-platforms test-quick test-slow test-daily test-pairs test-windows test-programs test-all clean
+.PHONY: install demo demo-control demo-slider demo-video demo-evaluate web test lint lint-platforms test-quick test-slow test-daily test-pairs test-windows test-programs test-all clean
 
 install: $(VENV)/installed
 
@@ -46,6 +47,14 @@ demo-slider: install
 	@echo
 	@echo "Open output/demo_slider/sheet.png: the same pictures with the LoRA at -2, -1, 0, 1 and 2."
 	@echo "What this is, and the same for other models: docs/sliders.md"
+
+demo-video: install
+	$(BIN)/python -m library demo --video
+	$(BIN)/python -m scripts.demo_video output/demo_video/demo_video.safetensors \
+	  output/demo_video/strip.png output/demo_video/before_after.webp
+	@echo
+	@echo "Open output/demo_video/before_after.webp: the upper row is the model before, the lower with the LoRA."
+	@echo "What this is, and the same for real models: docs/video.md"
 
 demo-evaluate: install
 	@for run in "too_short 30 30 6e-3 cosine" "right 240 120 6e-3 cosine" \

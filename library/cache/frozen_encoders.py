@@ -12,6 +12,7 @@ from PIL.Image import Image
 from ..config.schema import ModelConfig
 from ..config.schema_data import CacheConfig
 from ..dataloader.batch import Cond
+from ..dataset.clip_windows import TextImages
 from ..models.base import ControlTextFamily, Family, T5Family
 from ..models.detect import DetectedModel
 from ..parallel.strategy import Strategy
@@ -37,9 +38,9 @@ class FrozenEncoders:
         return self.text_components != self.family.facts.text.components
 
     @property
-    def reads_controls(self) -> bool:
-        """Whether the text encoder reads control images together with captions."""
-        return isinstance(self.family, ControlTextFamily)
+    def text_images(self) -> TextImages:
+        """The images that the text encoder reads together with captions."""
+        return self.family.facts.text_images
 
     def encode_prompts(
         self,
@@ -49,8 +50,9 @@ class FrozenEncoders:
         *,
         is_negative: bool = False,
     ) -> Cond:
-        """Encode texts with the text components; ``controls`` are the control images of each, if they are read."""
-        if isinstance(self.family, ControlTextFamily):
+        """Encode texts with the text components; ``controls`` are the images of each, if they are read."""
+        is_apart = is_negative and self.family.facts.text.has_negative_encoding
+        if isinstance(self.family, ControlTextFamily) and not is_apart:
             return self.family.encode_prompts_with_controls(pipe, prompts, controls)
         if isinstance(self.family, T5Family) and self.is_t5_only:
             return self.family.encode_t5_prompts(pipe, prompts)

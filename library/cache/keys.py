@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from ..dataloader.augment import Augmenter, SampleView
 from ..dataloader.batch_plan import MicroBatchSchedule
 from ..dataloader.buckets import BucketAssignment, list_control_facts
-from ..dataloader.images import CropParams, load_preview_controls
+from ..dataloader.images import CropParams, load_text_images
 from ..dataloader.manifest import Sample
 from ..dataloader.sample_prompts import Prompt
+from ..dataset.clip_windows import TextImages
 from ..dataset.schema import DATASET_KEYS, SubsetConfig
 
 if TYPE_CHECKING:
@@ -42,19 +43,22 @@ class EncodedText:
     """A caption as the text encoder gets it."""
 
     caption: str
-    control_key: str = ""  # of the control images that the text encoder reads with it
+    control_key: str = ""  # of the images that the text encoder reads with it
     is_negative: bool = False  # encoded as a negative prompt, in a family that encodes these in another way
 
 
 @dataclass(frozen=True)
 class TextSource:
-    """A caption with its control images, and where it was found first."""
+    """A caption with the images that are read with it, and where it was found first."""
 
     sample_index: int = 0  # decides about the directory
     is_flipped: bool = False
     prompt: Prompt | None = None  # the prompt of a preview, instead of a sample
 
-    def count_controls(self, augmenter: Augmenter) -> int:
+    def count_text_images(self, augmenter: Augmenter, kind: TextImages) -> int:
+        """Count the images that the text encoder reads with the caption."""
+        if kind != "controls":
+            return int(kind == "first frame")
         owner = augmenter.manifest.samples[self.sample_index].controls
         return len(owner if self.prompt is None else self.prompt.control_images)
 
@@ -65,7 +69,7 @@ def collect_run_captions(
     total_steps: int,
     prompts: Iterable[Prompt] = (),
     *,
-    with_controls: bool = False,
+    text_images: TextImages = "none",
     has_negative_encoding: bool = False,
     list_more_texts: Callable[[str], Sequence[str]] = lambda _: (),
     slider_texts: Iterable[str] = (),
@@ -73,14 +77,14 @@ def collect_run_captions(
     """Collect every caption of ``total_steps`` steps on any rank, the empty one included, each with a sample using it.
 
     Captions are drawn by a stateless generator, so the batch plan tells them before training.  Only samples whose
-    captions vary need a walk through the plan.  ``with_controls``: the text encoder reads control images as well.
+    captions vary need a walk through the plan.  ``text_images``: the images that the text encoder reads as well.
     ``has_negative_encoding``: negative prompts are encoded in another way than captions.  ``list_more_texts``: texts
     that are encoded with the control images of a caption besides it.  ``slider_texts``: those of a run without images,
     which are negative prompts of its denoising as well.
     """
-    texts = {} if with_controls else {EncodedText(""): TextSource()}
+    texts = {EncodedText(""): TextSource()} if text_images == "none" else {}
     for prompt in prompts:
-        key = hash_controls(load_preview_controls(prompt)) if with_controls else ""
+        key = hash_controls(load_text_images(prompt, text_images))
         negative = EncodedText(prompt.negative_prompt, key, has_negative_encoding)
         for text in (EncodedText(prompt.text, key), negative):
             texts.setdefault(text, TextSource(prompt=prompt))
@@ -90,7 +94,7 @@ def collect_run_captions(
             texts.setdefault(EncodedText(caption, "", is_negative), TextSource())
 
     def add_view(view: SampleView, *, is_flipped: bool) -> None:
-        key = augmenter.get_control_key(view.sample_index, is_flipped=is_flipped) if with_controls else ""
+        key = augmenter.get_text_image_key(view.sample_index, text_images, is_flipped=is_flipped)
         drawn = augmenter.draw_caption(view)
         for text in (drawn, *list_more_texts(drawn)):
             texts.setdefault(EncodedText(text, key), TextSource(view.sample_index, is_flipped))
@@ -99,7 +103,8 @@ def collect_run_captions(
     varying = {index for index in samples if find_varying_caption_keys(augmenter.get_subset(index))}
     for index in samples:
         if index not in varying:
-            for is_flipped in (False, True) if with_controls and augmenter.get_subset(index).flip_aug else (False,):
+            may_flip = text_images != "none" and augmenter.get_subset(index).flip_aug
+            for is_flipped in (False, True) if may_flip else (False,):
                 add_view(SampleView(0, 0, index, 0), is_flipped=is_flipped)
     for position in range(total_steps * batch_plan.accumulation_steps if varying else 0):
         step = position // batch_plan.accumulation_steps

@@ -24,6 +24,7 @@ from ..dataloader.loader import (
 from ..dataloader.prepare import PreparedData
 from ..dataloader.slider_data import LatentShape
 from ..dataloader.worker_pool import prefetch_in_threads
+from ..dataset.clip_windows import TextImages
 from ..errors import UserError
 from .format import ByteArray, deserialize_tensors, read_tensor_spans, stack_tensors
 from .keys import EncodedText, LatentKeys, compute_text_key, stack_keys
@@ -98,17 +99,20 @@ class LatentReader:
 class TextReader:
     """Cached text-encoder outputs of the captions of a run."""
 
-    def __init__(self, store: CacheStore, encoder_fingerprint: str, reads_controls: bool = False):
-        self.store, self.encoder_fingerprint, self.reads_controls = store, encoder_fingerprint, reads_controls
+    def __init__(self, store: CacheStore, encoder_fingerprint: str, text_images: TextImages = "none"):
+        self.store, self.encoder_fingerprint, self.text_images = store, encoder_fingerprint, text_images
 
-    def read_cond(
-        self, captions: Sequence[str], control_keys: Sequence[str] = (), *, is_negative: bool = False
-    ) -> Cond:
-        """Return what the family's text encoders return for these captions, each with its control images if read.
+    def read_batch_cond(self, batch: PixelBatch, captions: Sequence[str] | None = None) -> Cond:
+        """Return the conditioning of the captions of a batch, or of others with the images of its samples."""
+        keys = batch.frame_keys if self.text_images == "first frame" else batch.control_keys
+        return self.read_cond(batch.captions if captions is None else captions, keys)
+
+    def read_cond(self, captions: Sequence[str], image_keys: Sequence[str] = (), *, is_negative: bool = False) -> Cond:
+        """Return what the family's text encoders return for these captions, each with its images if they are read.
 
         ``is_negative``: they are negative prompts, of a family that encodes these in another way.
         """
-        used_keys = control_keys if self.reads_controls else [""] * len(captions)
+        used_keys = [""] * len(captions) if self.text_images == "none" else image_keys
         texts = [EncodedText(*text, is_negative) for text in zip(captions, used_keys, strict=True)]
         keys = stack_keys(compute_text_key(text, self.encoder_fingerprint) for text in texts)
         rows = self.store.find_rows(keys)
@@ -158,7 +162,6 @@ class CachedLatentLoader:
         samples = [self.augmenter.manifest.samples[index] for index in shard.sample_indices]
         weights = [sample.loss_weight * is_real for sample, is_real in zip(samples, shard.is_real, strict=True)]
         captions = tuple(map(self.augmenter.draw_caption, views))
-        control_keys = tuple(map(self.augmenter.identify_controls, views))
         has_mask = any(sample.mask for sample in samples)
         batch = PixelBatch(
             pixels=None,
@@ -169,13 +172,14 @@ class CachedLatentLoader:
             sample_keys=tuple(sample.key for sample in samples),
             moments=self.latent_reader.read_moments(shard.sample_indices, flipped),
             latent_mask=self.latent_reader.read_masks(shard.sample_indices, flipped) if has_mask else None,
-            cond=None if self.text_reader is None else self.text_reader.read_cond(captions, control_keys),
             control_latents=self.latent_reader.read_controls(shard.sample_indices, flipped, len(samples[0].controls)),
-            control_keys=control_keys,
+            control_keys=tuple(map(self.augmenter.identify_controls, views)),
+            frame_keys=tuple(map(self.augmenter.identify_first_frame, views)),
             frame_cond=self.latent_reader.read_frame_cond(shard.sample_indices, flipped),
             sound=self.latent_reader.read_sound(shard.sample_indices, flipped) if samples[0].has_sound else None,
             network_multiplier=self.augmenter.get_dataset(shard.sample_indices[0]).network_multiplier,
         )
+        batch = batch if self.text_reader is None else add_cached_cond(batch, self.text_reader)
         return batch.pin_memory() if self.pin_memory else batch
 
 
@@ -197,7 +201,7 @@ class CachedTextLoader:
 
 def add_cached_cond(batch: PixelBatch, text_reader: TextReader) -> PixelBatch:
     """Add the cached text-encoder outputs of its captions."""
-    return replace(batch, cond=text_reader.read_cond(batch.captions, batch.control_keys))
+    return replace(batch, cond=text_reader.read_batch_cond(batch))
 
 
 def build_step_loader(

@@ -14,10 +14,11 @@ from ..config.options import iter_group_options
 from ..config.schema import ModelConfig
 from ..config.schema_objective import PreservationConfig
 from ..dataloader.augment import Augmenter
-from ..dataloader.images import BadSample, load_control_pixels, load_preview_controls
+from ..dataloader.images import BadSample, load_control_pixels, load_first_pixels, load_text_images
 from ..dataloader.prepare import PreparedData
 from ..dataloader.run_plan import RunPlan
 from ..dataloader.sample_prompts import Prompt
+from ..dataset.image_decoding import Pixels
 from ..distributed.devices import MIXED_PRECISION_DTYPES
 from ..errors import UserError
 from ..models.detect import get_config_reader
@@ -82,20 +83,25 @@ class CaptionEncoder:
             captions = [texts[index].caption for index in part]
             if not part:
                 continue
-            controls = [self._load_controls(index) for index in part] if self.encoders.reads_controls else []
+            controls = [self._load_images(index) for index in part] if self.encoders.text_images != "none" else []
             with torch.no_grad(), self.encoders.strategy.accelerator.autocast():
                 cond = self.encoders.encode_prompts(pipe, captions, controls, is_negative=is_negative)
             rows |= zip(part, split_cond(cond, len(part)), strict=True)
         return [rows[index] for index in batch]
 
-    def _load_controls(self, entry_index: int) -> list[Image]:
-        source = self.text_keys.sources[entry_index]
+    def _load_images(self, entry_index: int) -> list[Image]:
+        """Load the images that are read with a caption."""
+        source, kind = self.text_keys.sources[entry_index], self.encoders.text_images
         if source.prompt is not None:
-            return load_preview_controls(source.prompt)
+            return load_text_images(source.prompt, kind)
         augmenter, index = self.augmenter, source.sample_index
         crop = get_cached_crop(augmenter, index, is_flipped=source.is_flipped)
         sample, assignment = augmenter.manifest.samples[index], augmenter.assignments[index]
-        loaded = load_control_pixels(sample, assignment, augmenter.get_dataset(index), crop)
+        loaded: tuple[Pixels, ...] | BadSample
+        if kind == "first frame":
+            loaded = load_first_pixels(sample, assignment, crop)
+        else:
+            loaded = load_control_pixels(sample, assignment, augmenter.get_dataset(index), crop)
         if isinstance(loaded, BadSample):
             raise UserError(report_file(loaded.name, loaded.problem))
         return list(map(fromarray, loaded))
@@ -126,7 +132,7 @@ def cache_text_encoder_outputs(
         )
         store, _ = fill_cache(comm, spec, encoder, verify_existing=to_disk and not cache.skip_cache_check)
         open_shards(store, comm, to_disk=to_disk)
-        return TextReader(store, fingerprint, encoders.reads_controls)
+        return TextReader(store, fingerprint, encoders.text_images)
 
 
 def build_text_cache(
@@ -139,20 +145,20 @@ def build_text_cache(
     encoder_fingerprint: str,
 ) -> tuple[CacheSpec, CaptionEncoder]:
     """Build the spec of the cache of text-encoder outputs and its encoder."""
-    merged, with_controls = prepared.merge_validation(), encoders.reads_controls
+    merged = prepared.merge_validation()
     augmenter, plan = merged.build_augmenter(run_plan.batch_plan, run_plan.steps), run_plan.batch_plan
     texts = collect_run_captions(
         augmenter,
         plan,
         run_plan.steps,
         prompts,
-        with_controls=with_controls,
+        text_images=encoders.text_images,
         has_negative_encoding=encoders.family.facts.text.has_negative_encoding,
         list_more_texts=preservation.list_preserved_texts,
         slider_texts=merged.list_slider_texts(),
     )
-    extent = " with their control images" if with_controls else ""
-    logger.info("%d different captions%s in %d steps", len(texts), extent, run_plan.steps)
+    extent = {"none": "", "controls": " with their control images", "first frame": " with their first frames"}
+    logger.info("%d different captions%s in %d steps", len(texts), extent[encoders.text_images], run_plan.steps)
     text_keys = build_text_keys(texts, encoder_fingerprint)
     to_disk = encoders.cache.cache_text_encoder_outputs_to_disk
     option = "cache_text_encoder_outputs_to_disk" if to_disk else "cache_text_encoder_outputs"

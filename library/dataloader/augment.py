@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from ..dataset.clip_windows import TextImages
 from ..dataset.controls import MASK_FROM_IMAGE
 from ..dataset.image_decoding import Pixels
 from ..dataset.schema import DatasetConfig, SubsetConfig
@@ -245,6 +246,24 @@ class Augmenter:
         if not self.manifest.samples[view.sample_index].controls:
             return ""
         return self.get_control_key(view.sample_index, is_flipped=self.is_flipped(view))
+
+    def get_text_image_key(self, sample_index: int, kind: TextImages, *, is_flipped: bool) -> str:
+        """Identify the images that a text encoder reads with the caption of a sample; empty if there are none."""
+        if kind == "first frame":
+            return self._get_first_frame_key(sample_index, is_flipped=is_flipped)
+        return self.get_control_key(sample_index, is_flipped=is_flipped) if kind == "controls" else ""
+
+    def identify_first_frame(self, view: SampleView) -> str:
+        """Identify the first frame of a view, or its image; see ``get_text_image_key``."""
+        return self._get_first_frame_key(view.sample_index, is_flipped=self.is_flipped(view))
+
+    def _get_first_frame_key(self, sample_index: int, *, is_flipped: bool) -> str:
+        """Identify the pixels of the first frame of a window, or of an image, without random crop."""
+        sample, assignment = self.manifest.samples[sample_index], self.assignments[sample_index]
+        window = () if sample.window is None else replace(sample.window, length=1).list_facts()
+        facts = [sample.content_hash, *assignment.resized_size, *assignment.crop_left_top]
+        facts += [*assignment.bucket_resolution, self.get_subset(sample_index).resize_interpolation or ""]
+        return " ".join(map(str, [*facts, "mirrored" if is_flipped else "", *window]))
 
     def draw_assignment(self, view: SampleView) -> BucketAssignment:
         """Draw the size to which an image is resized, and the position of its crop."""

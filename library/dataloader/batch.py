@@ -64,6 +64,7 @@ class PixelBatch:
     control_pixels: tuple[Tensor, ...] = ()  # one tensor for each control image, as ``pixels``
     control_latents: tuple[Tensor, ...] = ()  # cached ones, instead: (B, C, H, W), or (B, C, F, H, W)
     control_keys: tuple[str, ...] = ()  # a text for each sample that identifies its control images
+    frame_keys: tuple[str, ...] = ()  # a text for each sample that identifies its first frame, without random crop
     frame_cond: dict[str, Tensor] | None = None  # cached ``Batch.frame_cond``
     sound: Tensor | None = None  # (B, latents, channels): cached latents of sound; None where the samples have none
     network_multiplier: float = 1.0  # the strength of the LoRA while the batch is trained
@@ -150,7 +151,8 @@ class PixelBatch:
         )
 
     def crop_first_image(self, max_size: int, frame_rule: FrameRule | None = None) -> "PixelBatch":
-        """The first image, or first frame, without its mask and at most ``max_size`` wide and high.
+        """The first image, or the fewest frames that the model takes, without mask and at most ``max_size`` wide and
+        high.
 
         Of a model that is trained on sound, it has some silence, whether the batch has sound or not.
         """
@@ -159,7 +161,8 @@ class PixelBatch:
         controls = self.control_pixels or self.control_latents
         control_sizes = [(image.shape[-1] * factor, image.shape[-2] * factor) for image in controls]
         smaller = [(min(width, max_size), min(height, max_size)) for width, height in [(width, height), *control_sizes]]
-        crop = self.build_dummy_batch(smaller[0], 1, smaller[1:], frame_rule=frame_rule)
+        least = 1 if frame_rule is None else frame_rule.least
+        crop = self.build_dummy_batch(smaller[0], 1, smaller[1:], num_frames=least, frame_rule=frame_rule)
         if crop.pixels is not None and self.pixels is not None:
             _copy_corner(self.pixels, crop.pixels)
         if crop.moments is not None and self.moments is not None:
@@ -191,6 +194,7 @@ class PixelBatch:
             global_positions=self.global_positions[rows],
             sample_keys=self.sample_keys[rows],
             control_keys=self.control_keys[rows],
+            frame_keys=self.frame_keys[rows],
             bad_samples=self.bad_samples if rows.start == 0 else (),
         )
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ..dataset.clip_decoding import ClipError, read_clip_frames
 from ..dataset.clip_inspection import inspect_clip
 from ..dataset.clip_sound import Waveform, read_window_sound
-from ..dataset.clip_windows import FrameRule, FrameWindow, RateConversion
+from ..dataset.clip_windows import FrameRule, FrameWindow, RateConversion, TextImages
 from ..dataset.controls import ControlImage
 from ..dataset.image_decoding import Pixels, load_inpainting_mask, load_rgb_image, load_rgba_image
 from ..dataset.image_ref import ImageRef
@@ -143,6 +143,15 @@ def load_first_frame(sample: Sample) -> "tuple[Image, MaskPixels | None]":
     return frame, None if sample.mask is None else load_red_channel(sample.mask.image)
 
 
+def load_first_pixels(
+    sample: Sample, assignment: BucketAssignment, crop_params: CropParams
+) -> tuple[Pixels] | BadSample:
+    """Load the first frame of a window, or an image, resized, cropped and flipped as it is trained."""
+    first = sample if sample.window is None else replace(sample, window=replace(sample.window, length=1))
+    loaded = load_sample_pixels(replace(first, mask=None), assignment, crop_params)
+    return loaded if isinstance(loaded, BadSample) else loaded[:1]
+
+
 def load_control_pixels(
     sample: Sample,
     assignment: BucketAssignment,
@@ -206,6 +215,13 @@ def load_preview_controls(prompt: "Prompt", *, are_masks: bool = False) -> "list
         return images
     rng = random.Random(prompt.seed or 0)
     return [Image.fromarray(make_condition(prompt.control_from_image, np.asarray(image), rng)) for image in images]
+
+
+def load_text_images(prompt: "Prompt", kind: TextImages) -> "list[Image]":
+    """Load the images that a text encoder reads with the texts of a preview."""
+    if kind == "first frame":
+        return [image for image in load_frame_images(prompt)[:1] if image is not None]
+    return load_preview_controls(prompt) if kind == "controls" else []
 
 
 def load_control_clips(prompt: "Prompt", rule: FrameRule, size: tuple[int, int]) -> "list[list[Image]]":

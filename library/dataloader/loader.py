@@ -242,6 +242,7 @@ class MicroBatchDataset(Dataset[PixelBatch | WorkerFailure]):
             bad_samples=tuple(row for row in rows if isinstance(row, BadSample)),
             control_pixels=_stack_controls([image.controls for image in images]),
             control_keys=tuple(map(self.augmenter.identify_controls, views)),
+            frame_keys=tuple(map(self.augmenter.identify_first_frame, views)),
             network_multiplier=self.augmenter.get_dataset(batch.sample_indices[0]).network_multiplier,
         )
 

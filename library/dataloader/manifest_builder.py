@@ -207,6 +207,10 @@ class _SampleBuilder:
             self.problems.append(DataProblem(f"control {noun}", report_file(item.image, control_problem)))
         if item.problem:
             self.problems.append(DataProblem("caption", item.problem))
+        if not item.is_clip and self.frame_rule.least > 1:
+            text = f"is an image; the model is trained on clips of at least {self.frame_rule.least} frames"
+            self.problems.append(DataProblem("an image", report_file(item.image, text)))
+            assignment = None
         if assignment is None or mask_problem or control_problem or item.problem:
             self.num_unusable += 1
             return

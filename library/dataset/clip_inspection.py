@@ -26,7 +26,7 @@ from .image_ref import ImageRef
 from .scan import ImageDefect, InPlaceInspection, Inspector, describe_read_error, stat_file
 from .scan_cache import FileStamp
 
-CLIP_INSPECTION_VERSION = 2
+CLIP_INSPECTION_VERSION = 3
 """The version of the inspection, incremented when it may give another result for the same bytes."""
 
 CLIP_TRAIT_DESCRIPTIONS = {
@@ -182,8 +182,12 @@ def _inspect_video(image: ImageRef, content_hash: str) -> InspectedClip:
         packets = _read_packets(container, stream)
         frames = replace(_measure_frames(packets, stream), sound=packets.get_sound_times(stream))
         declared, length = stream.frames, (container.duration or 0) / av.time_base
-    if declared and declared > len(packets.timestamps) + packets.num_discarded:
-        text = f"is truncated: it has {len(packets.timestamps)} of {declared} frames; copy it again"
+        missing = declared - len(packets.timestamps) - packets.num_discarded
+        if container.format.name == "avi":
+            # Which counts frames that are shown again, in pieces without data, and numbers them.
+            missing = declared - packets.timestamps[-1] - 1
+    if declared and missing > 0:
+        text = f"is truncated: it has {declared - missing} of {declared} frames; copy it again"
         return InspectedClip((0, 0), content_hash, ImageDefect("truncated", text))
     if packets.end + max(1, length / 10) < length:
         text = f"is truncated: it ends after {packets.end:.1f} of {length:.1f} seconds; copy it again"
@@ -261,7 +265,9 @@ def _measure_frames(packets: _Packets, stream: Any) -> ClipFrames:
     timestamps, base = packets.timestamps, stream.time_base
     first, count = timestamps[0], len(timestamps)
     for rate in _list_possible_rates(timestamps, stream):
-        if all(abs(first + number / rate / base - pts) <= 1 for number, pts in enumerate(timestamps)):
+        offsets = (abs(first + number / rate / base - pts) for number, pts in enumerate(timestamps))
+        half = 1 / rate / base / 2  # of a frame, from where on a timestamp is that of another one
+        if all(offset <= 1 and offset < half for offset in offsets):
             return ClipFrames(count, count / rate, rate, first)
     spacing = Fraction(timestamps[-1] - first, count - 1) if count > 1 else Fraction(0)
     duration = (timestamps[-1] - first + (packets.last_duration or spacing)) * base

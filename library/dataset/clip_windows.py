@@ -11,6 +11,10 @@ FrameExtraction = Literal["head", "chunk", "slide", "uniform", "full"]
 """The ways to cut a clip: its beginning, consecutive pieces, overlapping or evenly spread pieces, or as a whole."""
 
 FRAME_EXTRACTIONS: tuple[FrameExtraction, ...] = get_args(FrameExtraction)
+TextImages = Literal["none", "controls", "first frame"]
+"""The images that a text encoder reads together with a caption: those of editing models, or of a clip its first frame,
+so that its outputs belong to a window and not to a caption alone."""
+
 VAE_FRAME_STRIDE = 4
 """Most video autoencoders make one latent frame of the first frame, and one of each four that follow."""
 
@@ -33,6 +37,8 @@ class FrameRule:
     """The latents of sound per second of a model that is trained on the sound of clips, too; 0: on frames alone."""
     sound_channels: int = 0
     """The channels of a latent of sound."""
+    least: int = 1
+    """The fewest frames of a clip; above 1, the model is trained on no images, and on no shorter windows."""
 
     def round_down(self, length: int) -> int:
         """Round a number of frames down to one that the model takes."""
@@ -68,7 +74,8 @@ class FrameSettings:
 
     def round_target_frames(self, rule: FrameRule) -> tuple[int, ...]:
         """Return the lengths of windows, rounded down to what the model takes, each once, in ascending order."""
-        return tuple(sorted({rule.round_down(length) for length in self.target_frames}))
+        lengths = {rule.round_down(length) for length in self.target_frames}
+        return tuple(sorted(length for length in lengths if length >= rule.least))
 
 
 DEFAULT_FRAME_RULE = FrameRule()
@@ -82,7 +89,8 @@ def list_frame_windows(
     The frames are those at the rate of training: see ``RateConversion``.
     """
     if settings.frame_extraction == "full":
-        return [(0, rule.round_down(min(num_frames, settings.max_frames)))] if num_frames else []
+        length = rule.round_down(min(num_frames, settings.max_frames))
+        return [(0, length)] if num_frames and length >= rule.least else []
     return [
         (start, length)
         for length in settings.round_target_frames(rule)

@@ -3,6 +3,8 @@
 from pathlib import Path
 
 BUILT_IN_MODEL_DIR = Path(__file__).parent / "model"
+BUILT_IN_VIDEO_MODEL_DIR = Path(__file__).parent / "video_model"
+"""A model of Wan's classes that makes clips of emoji, for ``python -m library demo --video``."""
 
 SUBJECTS_WITHOUT_PICTURES = ("cat", "sunflower", "bus", "carrot", "crown", "alien", "mushroom", "doughnut")
 """Subjects of the demo model of which its datasets have no picture, not even for regularization."""

@@ -17,7 +17,7 @@ from ..dataloader.augment import Augmenter
 from ..dataloader.prepare import PreparedData
 from ..dataloader.run_plan import RunPlan
 from ..dataloader.sample_prompts import load_preview_prompts
-from ..dataset.clip_windows import FrameRule
+from ..dataset.clip_windows import FrameRule, TextImages
 from ..models.model_configs import EncodedSizes
 
 BYTES_PER_ELEMENT = {"float": 4, "fp16": 2, "bf16": 2}
@@ -85,27 +85,28 @@ def estimate_caption_cache(
     preview: PreviewConfig,
     mixed_precision: str | None,
     preservation: PreservationConfig,
-    text_tokens_per_control: int = 0,
+    text_images: TextImages = "none",
+    text_tokens_per_image: int = 0,
 ) -> CacheEstimate:
     """Estimate the text-encoder outputs of every caption and preview prompt of the run."""
     prepared = prepared.merge_validation()
     augmenter = Augmenter(prepared.manifest, prepared.assignments, seed, run_plan.steps)
-    prompts, with_controls = load_preview_prompts(preview), text_tokens_per_control > 0
+    prompts = load_preview_prompts(preview)
     plan, steps = run_plan.batch_plan, run_plan.steps
     texts = collect_run_captions(
         augmenter,
         plan,
         steps,
         prompts,
-        with_controls=with_controls,
+        text_images=text_images,
         list_more_texts=preservation.list_preserved_texts,
         slider_texts=prepared.list_slider_texts(),
     )
     precision = mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     num_bytes = None
     if sizes is not None:
-        num_controls = sum(source.count_controls(augmenter) for source in texts.values()) if with_controls else 0
-        elements = len(texts) * sizes.text_elements + num_controls * text_tokens_per_control * sizes.text_width
+        num_images = sum(source.count_text_images(augmenter, text_images) for source in texts.values())
+        elements = len(texts) * sizes.text_elements + num_images * text_tokens_per_image * sizes.text_width
         num_bytes = elements * (4 if precision == "no" else 2)
     directories = _list_directories(cache, prepared) if cache.cache_text_encoder_outputs_to_disk else ()
     return CacheEstimate("captions", len(texts), num_bytes, True, directories)

@@ -127,7 +127,8 @@ def build_dry_run(config: RunConfig, data_parallel_size: int) -> DryRun:
     estimates = [estimate_latent_cache(*arguments, frame_rule)] if has_latents else []
     if config.cache.caches_text_outputs:
         settings = config.preview, config.distributed.mixed_precision, config.preservation
-        estimates.append(estimate_caption_cache(*arguments, *settings, facts.control.text_tokens_per_image))
+        images = facts.text_images, facts.control.text_tokens_per_image
+        estimates.append(estimate_caption_cache(*arguments, *settings, *images))
     trained = describe_trained_components(config.adapter, config.optim, facts)
     steps, experts = range(plan.first_step, plan.steps), FAMILIES.get(detected.family)(config.model).experts
     if line := describe_expert_steps(config.noise, config.train.seed, steps, detected, experts):

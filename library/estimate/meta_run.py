@@ -33,7 +33,7 @@ from ..optim.optimizers import ParamGroup
 from ..parallel.activation_checkpointing import enable_activation_checkpointing
 from ..parallel.async_copy import CopyStream
 from ..parallel.context_parallel import ContextParallel
-from ..parallel.frozen_base import is_quantized_or_offloaded, quantize_and_offload_base
+from ..parallel.frozen_base import is_quantized_or_offloaded, list_experts, quantize_and_offload_base
 from ..parallel.parallel_plan import Activations, build_parallel_plan
 from ..parallel.pipeline_stages import StageRunner
 from ..parallel.quantize import FrozenConv2d, FrozenLinear
@@ -425,9 +425,11 @@ class MetaRun:
 
     def _set_checkpoint_function(self) -> None:
         self._runner.checkpoint_function = None
-        if getattr(self.denoiser, "gradient_checkpointing", False):  # UNets checkpoint inside of their blocks
-            self.denoiser.gradient_checkpointing = False
-            self._runner.checkpoint_function = self.denoiser._gradient_checkpointing_func
+        experts: list[Any] = [*list_experts(self.denoiser)]
+        for expert in experts:
+            if getattr(expert, "gradient_checkpointing", False):  # UNets checkpoint inside of their blocks
+                expert.gradient_checkpointing = False
+                self._runner.checkpoint_function = expert._gradient_checkpointing_func
 
     def _enter_block(self, index: int, form: Signature, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if index == 0:

@@ -215,6 +215,7 @@ _SIGNATURE_BY_CLASS: Mapping[str, tuple[str, str]] = {
     "CLIPTextModel": ("clip", "hidden_size"),
     "CLIPTextModelWithProjection": ("clip", "hidden_size"),
     "CLIPVisionModel": ("clip_vision", "hidden_size"),
+    "CLIPVisionModelWithProjection": ("clip_vision", "hidden_size"),
     "SiglipVisionModel": ("siglip_vision", "hidden_size"),
     "T5EncoderModel": ("t5", "d_model"),
     "T5ForConditionalGeneration": ("t5", "d_model"),
@@ -278,7 +279,7 @@ def _reject_unread_encoder(header: CheckpointHeader, *, needs_vision: bool) -> N
         )
     if needs_vision:
         raise ModelError(
-            "is a GGUF file without the vision part (mmproj), and this model's text encoder reads the control images; "
+            "is a GGUF file without the vision part (mmproj), and this model's text encoder reads images, too; "
             "use the .safetensors file"
         )
     if header.architecture == INTERLEAVED_HEADS and not all(header.heads):

@@ -14,7 +14,7 @@ from ..adapters.original_module_names import CLIP_KEYS, DIFFUSERS_KEYS, KeyStyle
 from ..adapters.token_layout import TokenLayout
 from ..config.network_args import GENERAL_NETWORK, NetworkFacts
 from ..config.schema import ModelConfig
-from ..dataset.clip_windows import FrameRule
+from ..dataset.clip_windows import FrameRule, TextImages
 from ..diffusion.expert_selection import NoiseExperts
 from ..problems import Problem
 from .family_noise_levels import AS_SAMPLED, TrainingNoiseFacts
@@ -309,6 +309,8 @@ class ControlFacts:
     are_layers: bool = False
     """Whether they are layers of the picture, with alpha, which are trained together with it; a preview has one image,
     of which it makes the layers."""
+    text_reads_first_frame: bool = False
+    """Whether what the text encoder reads is the first frame of the clip itself, in place of control images."""
     sets_preview_size: bool = False
     """Whether previews have the size that the diffusers pipeline takes from their control image."""
 
@@ -373,6 +375,13 @@ class FamilyFacts:
     def denoiser_name(self) -> str:
         """The component that is trained."""
         return self.pipeline.denoisers[0]
+
+    @property
+    def text_images(self) -> TextImages:
+        """The images that the text encoder reads together with a caption."""
+        if not self.control.text_tokens_per_image:
+            return "none"
+        return "first frame" if self.control.text_reads_first_frame else "controls"
 
     @property
     def file_denoiser(self) -> str:

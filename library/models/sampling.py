@@ -62,7 +62,7 @@ def sample_clip(
     steps = prompt.num_inference_steps or family.facts.sampling.num_inference_steps
     kwargs = {"num_inference_steps": steps, **sampling_kwargs, "width": width, "height": height}
     if family.facts.pipeline.frames is not None:
-        kwargs["num_frames"] = prompt.num_frames or 1
+        kwargs.setdefault("num_frames", prompt.num_frames or 1)
     with use_eval_mode(getattr(sampling_pipe, family.facts.denoiser_name)):
         output = sampling_pipe(generator=generator, output_type="latent", **kwargs)
     latents = output.frames if hasattr(output, "frames") else output.images

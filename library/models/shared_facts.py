@@ -54,8 +54,6 @@ GEMMA2_PREFIXES = ("text_encoders.gemma2_2b.transformer.",)
 T5_PREFIXES = ("text_encoders.t5xxl.transformer.",)
 
 CLIP_L_TOKENIZER, CLIP_G_TOKENIZER = "openai/clip-vit-large-patch14", "laion/CLIP-ViT-bigG-14-laion2B-39B-b160k"
-CLIPS_NOT_TRIED = "clips are not tried with it yet"
-"""Why a model of videos has not this strategy."""
 T5_TOKENIZER = "google/t5-v1_1-xxl"
 
 KOHYA_UNET_OBJECTIVE = KohyaObjective()

@@ -246,7 +246,7 @@ def _fill_unused_weights(
     vision = [name for name in known if ".visual." in f".{name}" or ".vision_tower." in f".{name}"]
     if vision and not converted.keys() & {*vision}:
         if needs_vision:
-            text = "the file has no vision part (mmproj), and this model's text encoder reads the control images"
+            text = "the file has no vision part (mmproj), and this model's text encoder reads images, too"
             raise ValueError(f"{text}; use its .safetensors file")
         unused += [name for name in known if name in vision or ".multi_modal_projector." in f".{name}"]
     return filled | {name: torch.zeros(1).expand(known[name].shape) for name in unused if name not in converted}

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from ..config.schema import ModelConfig
-from ..dataloader.batch import Cond
+from ..dataloader.batch import Cond, map_cond_tensors
 from ..diffusion.noise import copy_async
 from .base import ControlTextFamily, Family
 from .token_vectors import tokenize_words
@@ -23,6 +23,8 @@ from .weighted_captions import build_token_weights, tokenize_weighted
 
 CHUNK_LENGTH = 75
 """Tokens of a caption per CLIP pass, without the start and end token."""
+MAX_ENCODED_BYTES = 2**26
+"""Memory of the device for captions that are kept encoded: 280 of SD 1 in float32, 210 of SDXL in bf16."""
 
 
 def encode_text_on_meta(
@@ -35,6 +37,38 @@ def encode_text_on_meta(
     if isinstance(family, ControlTextFamily):
         return family.encode_prompts_with_controls_on_meta(pipe, prompts, control_sizes)
     return family.encode_prompts_on_meta(pipe, prompts)
+
+
+class EncodedCaptions:
+    """Outputs of text encoders that are not trained, each of one caption, as long as there is room.
+
+    The captions of an epoch mostly come again in the next one, and give the same outputs to the bit.
+    """
+
+    def __init__(self, max_bytes: int = MAX_ENCODED_BYTES):
+        self.max_bytes, self._num_bytes = max_bytes, 0
+        self._kept: dict[tuple[str, bool], Cond] = {}
+
+    def encode(self, captions: Sequence[str], encode: Callable[[list[str]], Cond], *, is_autocast: bool) -> list[Cond]:
+        """Return the outputs for each caption, by ``encode`` if they are not kept; nobody else has their tensors.
+
+        ``is_autocast``: whether ``encode`` runs under autocast, which rounds otherwise.
+        """
+        conds = []
+        for caption in captions:
+            cond = self._kept.get((caption, is_autocast))
+            if cond is None:
+                cond = encode([caption])
+                self._keep((caption, is_autocast), cond)
+            conds.append(map_cond_tensors(cond, torch.clone))
+        return conds
+
+    def _keep(self, key: tuple[str, bool], cond: Cond) -> None:
+        values = [each for value in cond.values() for each in (value if isinstance(value, list) else [value])]
+        num_bytes = sum(value.untyped_storage().nbytes() for value in values)
+        if self._num_bytes + num_bytes <= self.max_bytes:
+            self._num_bytes += num_bytes
+            self._kept[key] = cond
 
 
 def get_last_layer_names(encoder: Any, count: int) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ from ..config.unused_options import (
 )
 from ..config.validate_full import validate_block_rates
 from ..dataloader.sample_prompts import Prompt, load_preview_prompts
+from ..dataset.clip_windows import TextImages
 from ..dataset.controls import CONTROLS_FROM_IMAGE, MASK_FROM_IMAGE
 from ..dataset.dataset_config import can_load_datasets, load_dataset_config
 from ..dataset.schema import DatasetConfig, SubsetConfig
@@ -156,19 +157,18 @@ def _validate_text_mask(model: ModelConfig, attn_mode: str, cp_size: int, detect
 
 def _validate_datasets(data: DataConfig, cache: CacheConfig, model: DetectedModel) -> Iterator[Problem]:
     """Check bucket steps, resolutions and control images, if the datasets themselves are valid."""
-    reads_controls = get_family_facts(model.family).control.text_tokens_per_image > 0
-    if reads_controls and cache.caches_latents and not cache.caches_text_outputs:
-        title = get_family_facts(model.family).title
+    facts = get_family_facts(model.family)
+    if facts.text_images != "none" and cache.caches_latents and not cache.caches_text_outputs:
+        read = "the control images, which are" if facts.text_images == "controls" else "the first frame, which is"
         yield Problem(
             "cache_latents",
-            f"the text encoder of {title} needs the control images, which are not loaded when latents are cached",
+            f"the text encoder of {facts.title} needs {read} not loaded when latents are cached",
             "add cache_text_encoder_outputs",
         )
     parsed = load_dataset_config(data) if can_load_datasets(data) else None
     if parsed is None or parsed.problems:
         return
     yield from validate_resolution_multiple(parsed.datasets, model.size_multiple, model.short_name)
-    facts = get_family_facts(model.family)
     if facts.pipeline.frames is None and not model.is_built_in:
         yield from find_clips_for_image_models(parsed.datasets, facts.title, list_video_models())
     if facts.control.are_channels or facts.control.are_layers:
@@ -190,8 +190,8 @@ def _validate_datasets(data: DataConfig, cache: CacheConfig, model: DetectedMode
         if limits.most and subset.control_from_image:
             reason = _describe_wrong_condition(subset.control_from_image, facts)
             yield from [subset.report("control_from_image", *reason)] if reason else []
-        if reads_controls and cache.caches_text_outputs:
-            yield from _find_random_controls(subset)
+        if facts.text_images != "none" and cache.caches_text_outputs:
+            yield from _find_random_controls(subset, facts.text_images)
 
 
 def _find_other_control_sizes(datasets: Sequence[DatasetConfig], facts: FamilyFacts) -> Iterator[Problem]:
@@ -213,13 +213,16 @@ def _describe_wrong_condition(kind: str, facts: FamilyFacts) -> tuple[str, str] 
     return None
 
 
-def _find_random_controls(subset: SubsetConfig) -> Iterator[Problem]:
-    """Find what draws other control images each time, which cached captions cannot contain."""
+def _find_random_controls(subset: SubsetConfig, kind: TextImages) -> Iterator[Problem]:
+    """Find what draws other images for the text encoder each time, which cached captions cannot contain."""
     made = subset.control_from_image
     is_random = {"random_crop": subset.random_crop, "control_from_image": bool(made and CONTROLS_FROM_IMAGE[made])}
+    if kind == "first frame":
+        is_random = {key: bool(getattr(subset, key)) for key in ("random_crop", "color_aug", "face_crop_aug_range")}
+    seen = "control image" if kind == "controls" else "first frame"
     for key in (key for key, value in is_random.items() if value):
         text = (
-            "cannot be used with cache_text_encoder_outputs, because the text encoder sees the control image, and this"
+            f"cannot be used with cache_text_encoder_outputs, because the text encoder sees the {seen}, and this"
             " changes it each time"
         )
         yield subset.report(key, text, "remove one of the two", others=("cache_text_encoder_outputs",))
@@ -322,6 +325,9 @@ def _validate_frames(prompt: Prompt, model: DetectedModel) -> Iterator[Problem]:
     elif frames is not None and (below := rule.round_down(frames)) != frames:
         text = f"{facts.title} makes {rule.stride} x N + 1 frames, not {frames}"
         yield prompt.report("frame_count", text, f"use {below} or {below + rule.stride}")
+    elif (frames or 1) < rule.least:
+        text = f"{facts.title} makes clips of at least {rule.least} frames"
+        yield prompt.report("frame_count", text, f"set --f {rule.least} or more")
     for key, value in (("image_path", prompt.first_image), ("end_image_path", prompt.last_image)):
         if key in facts.sampling.frame_images and value is None:
             flag, word = ("--i", "begins") if key == "image_path" else ("--ei", "ends")

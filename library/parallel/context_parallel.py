@@ -83,8 +83,8 @@ class SequenceShards:
         return torch.cat(positions)
 
     def slice_shard(self, tensor: Tensor, dim: int, streams: Sequence[str]) -> Tensor:
-        """Slice this rank's tokens along ``dim``; a tensor with one entry for all tokens is returned as it is."""
-        if tensor.shape[dim] == 1 < sum(self.lengths[stream] for stream in streams):
+        """Slice this rank's tokens along ``dim``; a tensor that has not one entry for each is returned as it is."""
+        if tensor.shape[dim] != sum(self.lengths[stream] for stream in streams):
             return tensor
         slices, offset = [], 0
         for stream in streams:

@@ -93,7 +93,9 @@ class BlockSequence:
         output = block_forward(*bound_arguments.args, **bound_arguments.kwargs)
         outputs = output if isinstance(output, tuple) else (output,)
         # The last block of a model may return None for the text stream, which nothing reads any more.
-        return tuple(old if new is None else new for new, old in zip(outputs, activations, strict=True))
+        passed = zip(outputs[: len(activations)], activations, strict=True)
+        # Blocks for a control return more than they get: what other blocks add to their states.
+        return (*(old if new is None else new for new, old in passed), *outputs[len(activations) :])
 
     def build_output(self, index: int, activations: Activations) -> Any:
         """Return the activations in the form in which the model expects a block's output."""

@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from .parallel_plan import TensorParallelPlan
 from .quantize import FrozenLayer, Ranges, take_ranges
+from .tensor_parallel_norms import ShardedNorm, iter_norms_over_heads
 from .tensor_parallel_weights import TensorParallelWeights, WeightLayout, iter_head_norms
 
 
@@ -50,7 +51,10 @@ class TensorParallel:
 
     def shard_layers(self, model: nn.Module, plan: TensorParallelPlan) -> None:
         """Replace each layer of the plan by this rank's shard."""
+        norms = list(iter_norms_over_heads(model, plan))  # by the number of heads of all ranks together
         self._shard_attention_heads(model, plan)
+        for norm, width in norms:
+            self._shard_norm(norm, width)
         for name, (style, sizes) in plan.items():
             layer = model.get_submodule(name)
             shard = self._shard_colwise if style == "colwise" else self._shard_rowwise
@@ -59,7 +63,8 @@ class TensorParallel:
                 trained = {parameter for parameter in layer.parameters() if parameter.requires_grad}
                 self.partial_grad_parameters |= trained
         if self.weights is not None:
-            self.partial_grad_parameters |= set(iter_head_norms(model, plan))
+            whole = (norm for norm in iter_head_norms(model, plan) if self.weights.get_whole_shape(norm) is None)
+            self.partial_grad_parameters |= set(whole)
 
     def replace_parameters(self, parameters: Mapping[Tensor, nn.Parameter]) -> None:
         """Take over what is known of parameters for those that FSDP put in their place."""
@@ -125,6 +130,11 @@ class TensorParallel:
         layer.register_forward_hook(lambda _, inputs, output: self._all_reduce_output(output))
         for lora_a in _get_adapter_layers(layer, "lora_A"):
             lora_a.forward = self._build_sharded_forward(lora_a, ranges)
+
+    def _shard_norm(self, norm: Any, width: int) -> None:
+        if norm.weight is not None:
+            self._shard_parameter(norm, "weight", 0, self._compute_local_ranges((width,)))
+        norm.forward = ShardedNorm(norm, width, self.all_reduce)
 
     def _shard_weight(self, base: Any, dim: int, ranges: Ranges) -> None:
         """Keep these rows (0) or columns (1) of the weight, and of the training adapter's update of it."""

@@ -18,7 +18,7 @@ from torch import nn
 from ..adapters.injection import scale_adapters
 from ..atomic_files import write_atomic
 from ..config.schema_output import PreviewConfig
-from ..dataloader.images import load_preview_controls
+from ..dataloader.images import load_text_images
 from ..dataloader.sample_prompts import Prompt
 from ..dataset.clip_encoding import SoundTrack, encode_mp4, encode_webp
 from ..dataset.clip_windows import FrameRule
@@ -124,7 +124,7 @@ class Preview:
         if seed is None:
             seed = derive_seed(run.config.train.seed, Purpose.PREVIEW, index) % 2**32
         with run.strategy.accelerator.autocast():
-            controls = [load_preview_controls(prompt)]
+            controls = [load_text_images(prompt, task.family.facts.text_images)]
             cond = task.encode_text([prompt.text], controls)
             negative = task.encode_text([prompt.negative_prompt], controls, is_negative=True)
             generator = torch.Generator().manual_seed(seed)

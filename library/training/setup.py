@@ -44,6 +44,7 @@ from ..models.loading import describe_dequantized
 from ..models.model_configs import is_tokenizer
 from ..models.own_families import get_family_facts
 from ..models.scheduler_overrides import override_scheduler, use_original_snr
+from ..models.small_convolutions import multiply_small_convolutions
 from ..models.trained_components import (
     list_cached_text_components,
     select_extended_text_encoders,
@@ -347,6 +348,8 @@ def _compile_or_fuse(
     compilation = strategy.compile(list(trained.children()), trained.denoiser, distributed.compile_dynamic)
     if compilation is None:
         fuse_layers(trained, distributed, train, strategy.mixed_precision)
+        if strategy.device.type == HOST.type and strategy.mixed_precision == "no":
+            multiply_small_convolutions(trained.denoiser)
     else:
         _configure_compile_cache(distributed.compile_cache_dir, cache, prepared)
         compilation.set_activation_memory_budget(train.activation_memory_budget)

@@ -24,7 +24,7 @@ from ..diffusion.timestep_sampling import draw_timestep_buckets
 from ..distributed.step_phases import record_phase
 from ..errors import UserError
 from ..models.base import ControlTextFamily, Family, T5Family
-from ..models.text_encoding import encode_text_on_meta
+from ..models.text_encoding import EncodedCaptions, encode_text_on_meta
 from ..parallel.async_copy import CopyStream
 from ..randomness import Purpose, derive_generator, derive_rng, derive_seed
 from .preservation import OutputPreservation, PreservedOutput
@@ -109,6 +109,7 @@ class DiffusionTask:
     """The expert that all steps train, where it is not drawn."""
     pads_texts: bool = False
     """Whether texts are padded, so that fewer batches differ in shape."""
+    encoded_captions: EncodedCaptions = field(default_factory=EncodedCaptions)
     micro_batch_stats: list[MicroBatchStats] = field(default_factory=list)
     """The statistics of each micro-batch of the latest optimizer step on this rank."""
     stats_step: int = -1
@@ -185,9 +186,9 @@ class DiffusionTask:
     def _encode_other_captions(self, pixel_batch: PixelBatch, captions: Sequence[str]) -> Cond:
         """Encode other captions of the samples with their control images, or read them from the cache."""
         if self.text_reader is not None:
-            cached = self.text_reader.read_cond(captions, pixel_batch.control_keys)
+            cached = self.text_reader.read_batch_cond(pixel_batch, captions)
             return self._encode_captions(captions, cached)
-        return self._encode_captions(captions, None, self._list_control_images(pixel_batch))
+        return self._encode_captions(captions, None, self._list_text_images(pixel_batch))
 
     def compute_losses(self, inputs: StepInputs, denoiser: nn.Module | None = None) -> Tensor:
         """Compute the loss of each sample (B,), before its weight, on the device alone.
@@ -298,7 +299,7 @@ class DiffusionTask:
     def encode(self, pixel_batch: PixelBatch, step: int) -> Batch:
         """Encode images to latents and captions to conditioning, unless they are cached."""
         with torch.set_grad_enabled(self.trains_text_encoders and torch.is_grad_enabled()):
-            controls = self._list_control_images(pixel_batch) if pixel_batch.cond is None else ()
+            controls = self._list_text_images(pixel_batch) if pixel_batch.cond is None else ()
             cond = self._encode_captions(pixel_batch.captions, pixel_batch.cond, controls)
         with torch.no_grad():
             return self._build_batch(pixel_batch, cond, step)
@@ -386,10 +387,16 @@ class DiffusionTask:
             return self.family.encode_negative_prompts(self.pipe, captions)
         return self._encode_captions(captions, cached, controls)
 
-    def _list_control_images(self, pixel_batch: PixelBatch) -> list[list[Image]]:
-        """The control images of each sample, if the text encoder reads them."""
-        if not isinstance(self.family, ControlTextFamily):
+    def _list_text_images(self, pixel_batch: PixelBatch) -> list[list[Image]]:
+        """The images of each sample that the text encoder reads with its caption."""
+        kind, pixels = self.family.facts.text_images, pixel_batch.pixels
+        if kind == "none":
             return []
+        if kind == "first frame":
+            if pixels is None:
+                raise AssertionError("captions are cached where latents are, if they are read with the first frame")
+            first = pixels[:, :, 0] if pixels.ndim == 5 else pixels
+            return [[fromarray(frame)] for frame in first.permute(0, 2, 3, 1).contiguous().numpy()]
         rows = zip(*(pixels.permute(0, 2, 3, 1).numpy() for pixels in pixel_batch.control_pixels), strict=True)
         return [list(map(fromarray, row)) for row in rows]
 
@@ -406,6 +413,10 @@ class DiffusionTask:
             return self.family.encode_clip_prompts(self.pipe, captions, cached)
         # Trained text encoders keep their graph for the whole batch anyway.
         size = len(captions) if self.trains_text_encoders else self.text_encoder_batch_size
+        if size == 1 and not self.trains_text_encoders and not isinstance(self.family, ControlTextFamily):
+            encode_text = partial(self.family.encode_prompts, self.pipe)
+            is_autocast = torch.is_autocast_enabled(self.to_device.device.type)
+            return concatenate_cond(self.encoded_captions.encode(captions, encode_text, is_autocast=is_autocast))
         parts = [slice(first, first + size) for first in range(0, len(captions), size)]
         if isinstance(self.family, ControlTextFamily):
             encode = self.family.encode_prompts_with_controls

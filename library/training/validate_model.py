@@ -20,7 +20,7 @@ from ..dataloader.sample_prompts import Prompt
 from ..errors import ConfigError
 from ..evaluation.embedders import EmbedderChoice
 from ..evaluation.pictures import find_unsupported_reason
-from ..models.base import ControlTextFamily, Family
+from ..models.base import Family
 from ..models.detect import DetectedModel, build_control_limits
 from ..models.loading import load_components_on_meta
 from ..models.trained_components import select_trained_text_encoders
@@ -144,6 +144,8 @@ def _validate_attention_heads(parallel: ParallelConfig, denoiser: Any) -> Iterat
     """Tensor and context parallelism split the attention heads, whose number they must divide."""
     sizes = {name: size for name, size in parallel.model_parallel_sizes.items() if name != "pp_size"}
     sizes = {name: size for name, size in sizes.items() if size > 1}
+    if not sizes:
+        return
     total = math.prod(sizes.values())
     names = [name.rpartition(".")[0] for name in build_tensor_parallel_plan(denoiser) if name.endswith(".to_q")]
     heads = {count for name in names for count in _list_head_counts(denoiser.get_submodule(name))}
@@ -272,7 +274,7 @@ def validate_slider_family(
     facts, reason = family.facts, ""
     if facts.pipeline.experts is not None:
         reason = "has two transformers, and the latents of one are denoised by both"
-    elif build_control_limits(detected).describe_problem(0) or isinstance(family, ControlTextFamily):
+    elif build_control_limits(detected).describe_problem(0) or facts.text_images == "controls":
         reason = "needs control images"
     elif type(family).encode_frame_cond is not Family.encode_frame_cond:
         reason = "needs the frames of clips themselves"

@@ -129,6 +129,7 @@ COUNTS = {
     ("wan22_ti2v", "transformer"): 4_999_787_712,
     ("wan22_ti2v", "vae"): 704_688_668,
     ("skyreels_v2", "transformer"): 14_288_491_584,
+    ("skyreels_v2_i2v", "transformer"): 16_394_878_784,
     ("hunyuan_video15", "transformer"): 8_326_608_160,
     ("hunyuan_video15", "vae"): 1_260_634_115,
     ("hunyuan_video15", "text_encoder"): 7_070_619_136,
@@ -149,6 +150,9 @@ COUNTS = {
     ("ltx_video_0_9_1", "vae"): 934_976_434,
     ("hunyuan_video", "transformer"): 12_821_012_544,
     ("hunyuan_video", "vae"): 246_478_803,
+    ("hunyuan_video_i2v", "transformer"): 12_821_012_544,
+    ("hunyuan_video_i2v", "text_encoder"): 8_355_272_704,
+    ("hunyuan_video_33ch_i2v", "transformer"): 12_810_991_680,
     ("cogvideox", "transformer"): 5_570_283_072,
     ("cogvideox", "vae"): 215_583_907,
     ("cogvideox_2b", "transformer"): 1_693_783_872,
@@ -336,8 +340,8 @@ SAME_SIZES = (
 """Configurations that differ from another in schedulers or positions only, which files do not contain."""
 
 
-TOLD_BY_OPTIONS = {"wan22_t2v", "skyreels_v2", "hunyuan_video15_i2v"}
-"""Families whose files have the names and sizes of Wan 2.1 14B and HunyuanVideo 1.5 T2V."""
+TOLD_BY_OPTIONS = {"wan22_t2v", "skyreels_v2", "hunyuan_video15_i2v", "hunyuan_video_i2v"}
+"""Families whose files have the names and sizes of Wan 2.1 14B, HunyuanVideo and HunyuanVideo 1.5 T2V."""
 
 
 @pytest.mark.parametrize(

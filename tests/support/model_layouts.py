@@ -103,7 +103,8 @@ def build_options(family: str, paths: Mapping[str, str], tokenizers: str, **othe
     facts = FAMILY_FACTS[family]
     options = {component: option for option, component in facts.options.components.items()}
     components = {options[name]: path for name, path in paths.items() if name != facts.file_denoiser}
-    is_named = facts.pipeline.kind == "edit" or family in ("skyreels_v2", "hunyuan_video15_i2v", "wan22_ti2v")
+    told = "skyreels_v2", "hunyuan_video_i2v", "hunyuan_video15_i2v", "wan22_ti2v"
+    is_named = facts.pipeline.kind == "edit" or family in told
     named = {"family": family} if is_named else {}
     return ModelConfig(paths[facts.file_denoiser], tokenizer_cache_dir=tokenizers, **components, **named, **others)
 

@@ -19,7 +19,7 @@ import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.modular_pipelines.anima.encoders import encode_vae_image
 from diffusers.pipelines.flux import pipeline_flux_fill
-from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video
+from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video, pipeline_hunyuan_video_image2video
 from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
 from diffusers.pipelines.ltx import pipeline_ltx_condition
 from diffusers.pipelines.ltx2 import pipeline_ltx2_image2video
@@ -29,7 +29,7 @@ from diffusers.pipelines.qwenimage import (
     pipeline_qwenimage_edit_plus,
     pipeline_qwenimage_layered,
 )
-from diffusers.pipelines.skyreels_v2 import pipeline_skyreels_v2
+from diffusers.pipelines.skyreels_v2 import pipeline_skyreels_v2, pipeline_skyreels_v2_i2v
 from diffusers.pipelines.stable_diffusion import pipeline_stable_diffusion_inpaint
 from diffusers.pipelines.stable_diffusion_xl import pipeline_stable_diffusion_xl_inpaint
 from diffusers.pipelines.wan import pipeline_wan, pipeline_wan_i2v, pipeline_wan_vace
@@ -513,8 +513,8 @@ def shrink_references(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     for module in INPAINTING_PIPELINES:  # which draw a sample of the latents that the mask leaves
         monkeypatch.setattr(module, "retrieve_latents", lambda encoded, **_: encoded.latent_dist.mode())
-    modules = pipeline_wan, pipeline_wan_i2v, pipeline_wan_vace, pipeline_skyreels_v2, pipeline_prx, pipeline_prx_pixel
-    for module in modules:
+    others = pipeline_wan_vace, pipeline_skyreels_v2, pipeline_skyreels_v2_i2v, pipeline_prx, pipeline_prx_pixel
+    for module in (pipeline_wan, pipeline_wan_i2v, *others):
         monkeypatch.setattr(module, "ftfy", SimpleNamespace(fix_text=lambda text: text), raising=False)
     monkeypatch.setattr(qwen_image_layered_family, "DEFAULT_LAYERS", 2)
     for module in (pipeline_longcat_image_edit, pipeline_qwenimage_layered):
@@ -985,9 +985,11 @@ def wan_flf2v() -> TinyCase:
 
 
 def draw_control_clips(num_clips: int, num_frames: int) -> list[list[Image.Image]]:
-    """A control clip, and a mask that moves; no two frames are alike."""
+    """A control clip, and a mask with grey edges that moves; no two frames are alike."""
     masks = [Image.new("RGB", (WIDTH, HEIGHT)) for _ in range(num_frames)]
     for number, mask in enumerate(masks):
+        for grey, edge in ((90, 4), (170, 2)):
+            mask.paste((grey,) * 3, (11 + number - edge, 19 - edge, 60 + number + edge, 45 + edge))
         mask.paste((255, 255, 255), (11 + number, 19, 60 + number, 45))
     return [[draw_frame_image(number) for number in range(num_frames)], masks][:num_clips]
 
@@ -1097,6 +1099,11 @@ def wan22_ti2v_from_image() -> TinyCase:
 
 def skyreels_v2() -> TinyCase:
     return replace(wan("skyreels_v2"), blocks=("SkyReelsV2TransformerBlock",))
+
+
+def skyreels_v2_i2v() -> TinyCase:
+    tiny = replace(wan("skyreels_v2_i2v"), blocks=("SkyReelsV2TransformerBlock",))
+    return _add_frame_images(tiny, "image")
 
 
 def ltx_video(name: str = "ltx_video") -> TinyCase:
@@ -1629,6 +1636,52 @@ def hunyuan_video() -> TinyCase:
     )
 
 
+class RepeatedFirstFrame:
+    """A mixin of pipelines that encode one image, for texts and clips of several rows that begin with it."""
+
+    def prepare_latents(self, image: Tensor, batch_size: int, *args: Any) -> Any:
+        latents, given = super().prepare_latents(image, batch_size, *args)  # type: ignore[misc]
+        return latents, given.expand(batch_size, -1, -1, -1, -1).clone()
+
+
+def hunyuan_video_i2v(name: str = "hunyuan_video_i2v") -> TinyCase:
+    """A clip of two latent frames; the pipeline mixes a thousandth of the given one into the noise of all frames."""
+    tiny, pipe = hunyuan_video(), _load(f"random:{name}:tiny")
+    pipe.__class__ = copy_class_name(type("Repeated", (RepeatedFirstFrame, type(pipe)), {}), type(pipe))
+    template = pipeline_hunyuan_video_image2video.DEFAULT_PROMPT_TEMPLATE
+    longest = len(pipe.tokenizer(template["template"].format("a red circle on white ground")).input_ids)
+    texts = {"max_sequence_length": longest - template["crop_start"]}  # sums round by the padding
+    tiny = replace(tiny, family=name, pipe=pipe, source=f"random:{name}:tiny", texts=texts)
+    tiny = _add_frame_images(tiny, "image", num_frames=5)
+    given = tiny.batch.frame_cond["first"]
+
+    def mix(latents: Tensor) -> Tensor:
+        return (latents - 0.001 * given[: len(latents)]) / 0.999
+
+    return replace(
+        tiny,
+        pack_latents=mix,
+        pack_prediction=lambda prediction: prediction[:, :, 1:],
+        build_negative=lambda pipe, text: {"negative_prompt": text, "guidance_scale": 6.0},
+        encodes_prompts_alone=True,
+        compares_arguments=False,
+        tolerances={"rtol": 1e-4, "atol": 1e-5},
+        blocks=("HunyuanVideoTokenReplaceTransformerBlock", "HunyuanVideoTokenReplaceSingleTransformerBlock"),
+    )
+
+
+def _negate(pipe: Any, text: str) -> dict[str, Any]:
+    return {"negative_prompt": text}
+
+
+def hunyuan_video_33ch_i2v() -> TinyCase:
+    tiny = hunyuan_video_i2v("hunyuan_video_33ch_i2v")
+    blocks = ("HunyuanVideoTransformerBlock", "HunyuanVideoSingleTransformerBlock")
+    return replace(
+        tiny, dropped_frames=4, blocks=blocks, pack_prediction=lambda prediction: prediction, build_negative=_negate
+    )
+
+
 def _build_cogvideox_case(family: str, source: str, repeat_first: Callable[[Tensor], Tensor], frames: int) -> TinyCase:
     embeds, latents = _draw_tensors((226, 48), (4, frames, HEIGHT // 8, WIDTH // 8))
     one_frame = {"num_frames": 1}
@@ -1809,6 +1862,7 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "wan22_ti2v": wan22_ti2v,
     "wan22_ti2v_from_image": wan22_ti2v_from_image,
     "skyreels_v2": skyreels_v2,
+    "skyreels_v2_i2v": skyreels_v2_i2v,
     "hunyuan_video15": hunyuan_video15,
     "hunyuan_video15_i2v": hunyuan_video15_i2v,
     "ltx_video": ltx_video,
@@ -1818,6 +1872,8 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "ltx2_2_3": ltx2_2_3,
     "ltx2_from_image": ltx2_from_image,
     "hunyuan_video": hunyuan_video,
+    "hunyuan_video_i2v": hunyuan_video_i2v,
+    "hunyuan_video_33ch_i2v": hunyuan_video_33ch_i2v,
     "cogvideox": cogvideox,
     "cogvideox_2b": cogvideox_2b,
     "cogvideox15": cogvideox15,

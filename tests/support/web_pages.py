@@ -4,10 +4,11 @@ import json
 import time
 from pathlib import Path
 
+import numpy as np
 from PIL import Image
 from starlette.testclient import TestClient
 
-from library.dataset.clip_encoding import encode_mp4, encode_webp
+from library.dataset.clip_encoding import SoundTrack, encode_mp4, encode_webp
 from library.report.page import RunSummary
 from library.web.app import build_app
 from library.web.folders import OpenedFolders
@@ -23,13 +24,16 @@ def open_page(*folders: Path, sessions: Sessions | None = None, host: str = "127
     return TestClient(app, base_url=ORIGIN, headers={"Origin": ORIGIN}, follow_redirects=False)
 
 
-def write_preview_clip(folder: Path, name: str, number: int, step: int) -> Path:
-    """Write a clip as the preview of a run; return its MP4 file."""
+def write_preview_clip(folder: Path, name: str, number: int, step: int, *, has_sound: bool = False) -> Path:
+    """Write a clip of a second and a half as the preview of a run; return its MP4 file."""
     path = folder / "sample" / f"{name}_{step:06d}_{number:02d}_20260101000000_1.webp"
     path.parent.mkdir(exist_ok=True)
-    frames = [Image.new("RGB", (32, 16), (step * 10, 20 * frame, 0)) for frame in range(5)]
-    path.write_bytes(encode_webp(frames, 16))
-    path.with_suffix(".mp4").write_bytes(encode_mp4(frames, 16))
+    frames = [Image.new("RGB", (32, 16), (step * 10, 20 * frame, 0)) for frame in range(12)]
+    path.write_bytes(encode_webp(frames, 8))
+    sound = (
+        SoundTrack(np.sin(np.arange(2 * 24_000, dtype=np.float32)).reshape(2, -1) / 2, 16_000) if has_sound else None
+    )
+    path.with_suffix(".mp4").write_bytes(encode_mp4(frames, 8, sound))
     return path.with_suffix(".mp4")
 
 

@@ -21,7 +21,7 @@ from ..facts import (
     TextFacts,
 )
 from ..model_configs import ConfigReader, ModelError, get_downscale_factor, read_required
-from ..shared_facts import CLIPS_NOT_TRIED, T5_TOKENIZER, read_prediction_type
+from ..shared_facts import T5_TOKENIZER, read_prediction_type
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -86,8 +86,6 @@ FACTS = FamilyFacts(
         lists=("transformer_blocks",),
         activation_args=("hidden_states", "encoder_hidden_states"),
         unsupported_strategies={
-            "tp": CLIPS_NOT_TRIED,
-            "pp": CLIPS_NOT_TRIED,
             "cp": "the feed-forward layers of CogVideoX see the text and the video one after the other",
         },
         attention_modes=(),

@@ -95,8 +95,8 @@ FACTS = FamilyFacts(
     blocks=BlockFacts(
         lists=("double_stream_blocks", "single_stream_blocks"),
         activation_args=("hidden_states",),
+        fused_layers={r"\.to_[qkv]_t$": ("colwise", (1,)), r"\.to_out(_t)?$": ("rowwise", (1,))},
         unsupported_strategies={
-            "tp": "the attention of HiDream-I1 is normalized over all heads together",
             "pp": "each block of HiDream-I1 gets the text of another layer of Llama from outside of the blocks",
             "cp": "each block of HiDream-I1 gets the text of another layer of Llama from outside of the blocks",
         },

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 256
 """Tokens of the prompt with the end of its template, as in diffusers' pipeline."""
+I2V_FILES = "whose weights have the same names and sizes; set --family hunyuan_video_i2v"
 EMBEDDED_GUIDANCE = 6.0
 """The guidance embedding of previews, the default of diffusers' pipeline."""
 
@@ -51,7 +52,7 @@ EMBEDDED_GUIDANCE = 6.0
 def _match_hunyuan_video(read: ConfigReader) -> FamilyMatch:
     config = read_required(read, "transformer/config.json")
     if config.get("image_condition_type"):
-        raise ModelError("it makes videos from images (I2V), which cannot be trained yet; use HunyuanVideo T2V")
+        raise ModelError("its transformer is that of I2V in a pipeline from text alone; use its own folder")
     blocks = f"{config.get('num_layers')} double and {config.get('num_single_layers')} single blocks"
     match = match_flow_model(read, 1, f"the transformer has {blocks}")
     return replace(match, has_guidance_embeds=bool(config.get("guidance_embeds", True)))
@@ -83,10 +84,7 @@ FACTS = FamilyFacts(
             ("vector_in.in_layer.weight", 1): ("transformer", "pooled_projection_dim"),
             ("guidance_in.mlp.0.weight", None): ("transformer", "guidance_embeds"),
         },
-        unsupported_shapes={
-            ("img_in.proj.weight", 1, 33): "HunyuanVideo I2V, which makes videos from images and cannot be trained yet"
-        },
-        unsupported_file_names={"i2v": "HunyuanVideo I2V, which makes videos from images and cannot be trained yet"},
+        unsupported_file_names=dict.fromkeys(("i2v", "image_to_video"), f"HunyuanVideo I2V, {I2V_FILES}"),
         trainer_names=TrainerNames(diffusion_pipe=("hunyuan-video",), onetrainer=("HUNYUAN_VIDEO",)),
     ),
     single_files=SingleFileFacts(

@@ -23,7 +23,7 @@ from ..facts import (
 )
 from ..family_noise_levels import TrainingNoiseFacts
 from ..model_configs import ConfigReader, ModelError, read_required
-from ..shared_facts import CLIPS_NOT_TRIED, T5_TOKENIZER, match_flow_model
+from ..shared_facts import T5_TOKENIZER, match_flow_model
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -85,7 +85,10 @@ FACTS = FamilyFacts(
     blocks=BlockFacts(
         lists=("transformer_blocks",),
         activation_args=("hidden_states", "encoder_hidden_states"),
-        unsupported_strategies={"tp": CLIPS_NOT_TRIED, "pp": CLIPS_NOT_TRIED, "cp": CLIPS_NOT_TRIED},
+        unsupported_strategies={
+            "tp": "the positions of Mochi differ from head to head",
+            "cp": "the attention of Mochi has a mask for the padding of texts",
+        },
         attention_modes=(),
     ),
     text=TextFacts(

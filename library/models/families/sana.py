@@ -86,7 +86,6 @@ FACTS = FamilyFacts(
         lists=("transformer_blocks",),
         activation_args=("hidden_states",),
         unsupported_strategies={
-            "tp": "the attention of Sana is normalized over all heads together",
             "cp": "the blocks of Sana have linear attention and convolutions over the image",
         },
         attention_modes=("xformers",),

@@ -1,4 +1,4 @@
-"""SkyReels V2 from text: a model of Wan 2.1's architecture, trained by others at 24 frames per second."""
+"""SkyReels V2 from text or the first frame: Wan 2.1's architecture, trained by others at 24 frames per second."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import match_flow_model
 from .wan import FACTS as WAN_FACTS
 from .wan import Wan
+from .wan_i2v import CONDITION_CHANNELS, WanI2V
+from .wan_i2v import FACTS as WAN_IMAGE_FACTS
 
 
 def _match_skyreels_v2(read: ConfigReader) -> FamilyMatch:
@@ -53,6 +55,43 @@ FACTS = replace(
     options=replace(WAN_FACTS.options, network=GENERAL_NETWORK, musubi_versions={}),
     notes="text to video; single files with `--family skyreels_v2`",
 )
+
+
+def _match_skyreels_v2_i2v(read: ConfigReader) -> FamilyMatch:
+    config = read_required(read, "transformer/config.json")
+    reason = f"the transformer has {config.get('num_layers')} blocks and is given its first frame"
+    return match_flow_model(read, 2, reason, more_channels=CONDITION_CHANNELS)
+
+
+IMAGE_FACTS = replace(
+    WAN_IMAGE_FACTS,
+    title="SkyReels V2 I2V",
+    pipeline=replace(
+        WAN_IMAGE_FACTS.pipeline,
+        class_name="SkyReelsV2ImageToVideoPipeline",
+        hub_id="Skywork/SkyReels-V2-I2V-14B-540P-Diffusers",
+        frames=FACTS.pipeline.frames,
+    ),
+    detection=DetectionFacts(match_configs=_match_skyreels_v2_i2v),
+    single_files=replace(WAN_IMAGE_FACTS.single_files, renames={}),
+    lora=replace(
+        WAN_IMAGE_FACTS.lora,
+        targets_of="",
+        modelspec_architecture="skyreels-v2-i2v",
+        modelspec_implementation=FACTS.lora.modelspec_implementation,
+    ),
+    training_noise=FACTS.training_noise,
+    sampling=replace(WAN_IMAGE_FACTS.sampling, image_size=FACTS.sampling.image_size),
+    options=replace(WAN_IMAGE_FACTS.options, network=GENERAL_NETWORK, musubi_versions={}),
+    notes="from the first frame; diffusers folders",
+)
+
+
+class SkyReelsV2I2V(WanI2V):
+    facts = IMAGE_FACTS
+
+    def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
+        return BaseModelInfo("skyreels_v2_i2v", "skyreels-v2-i2v")
 
 
 class SkyReelsV2(Wan):

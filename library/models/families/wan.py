@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from ..facts import (
 )
 from ..family_noise_levels import NoiseLevels, TrainingNoiseFacts
 from ..model_configs import ConfigReader, ModelError, read_required
-from ..shared_facts import CLIPS_NOT_TRIED, DENOISER_PREFIXES, match_flow_model
+from ..shared_facts import DENOISER_PREFIXES, match_flow_model
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -167,11 +168,6 @@ FACTS = FamilyFacts(
         token_args={"rotary_emb": ((1, ("hidden_states",)),) * 2},
         text_attention_calls=(1,),
         text_attention_layers=("attn2.to_k", "attn2.to_v"),
-        unsupported_strategies={
-            "tp": "the attention of Wan is normalized over all heads together",
-            "pp": CLIPS_NOT_TRIED,
-            "cp": CLIPS_NOT_TRIED,
-        },
     ),
     text=TextFacts(
         components=("text_encoder", "tokenizer"),
@@ -258,11 +254,20 @@ class Wan(Family):
     def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
         from ..text_encoding import pad_text_embeds
 
+        # Where a latent is one frame, as in the demo model, the pipeline rounds every number of frames up by one.
+        has_frame_latents = pipe.vae_scale_factor_temporal == 1
+        if has_frame_latents:
+            logging.getLogger(type(pipe).__module__).addFilter(_is_not_about_rounding)
         return dict(
             guidance_scale=self.facts.sampling.get_guidance_scale(prompt.cfg_scale),
             prompt_embeds=pad_text_embeds(cond["embeds"], WAN_TEXT_TOKENS)[0],
             negative_prompt_embeds=pad_text_embeds(negative_cond["embeds"], WAN_TEXT_TOKENS)[0],
+            **({"num_frames": (prompt.num_frames or 1) - 1} if has_frame_latents else {}),
         )
+
+
+def _is_not_about_rounding(record: logging.LogRecord) -> bool:
+    return "Rounding to the nearest number" not in record.msg
 
 
 def _clean_text(text: str) -> str:

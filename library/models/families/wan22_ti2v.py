@@ -115,6 +115,9 @@ IMAGE_FACTS = replace(
     FACTS,
     title="Wan 2.2 TI2V from images",
     pipeline=replace(FACTS.pipeline, class_name="WanImageToVideoPipeline"),
+    blocks=replace(
+        FACTS.blocks, token_args={**FACTS.blocks.token_args, "temb": ((1, ("hidden_states",)),)}
+    ),  # not of images, whose tokens have one timestep
     sampling=replace(FACTS.sampling, frame_images=("image_path",)),
 )
 

@@ -102,10 +102,9 @@ FACTS = replace(
     ),
     blocks=replace(
         WAN_FACTS.blocks,
-        unsupported_strategies={
-            **WAN_FACTS.blocks.unsupported_strategies,
-            **dict.fromkeys(("pp", "cp"), "its blocks attend to tokens of an image beside those of the text"),
-        },
+        # In the cross-attention, tokens of the image come before those of the text.
+        text_attention_calls=(1, 2),
+        text_attention_layers=(*WAN_FACTS.blocks.text_attention_layers, "attn2.add_k_proj", "attn2.add_v_proj"),
     ),
     sampling=SamplingFacts(
         num_inference_steps=50, guidance_scale=5.0, image_size=(832, 480), frame_images=("image_path",)

@@ -120,10 +120,12 @@ class WanVACE(Wan):
         from ..vae import as_clips
 
         clip, *masks = map(as_clips, controls)
-        painted = masks[0][:, :1].add(1).div(2).clamp(0, 1) if masks else clip.new_ones(())
+        # The blocks for the control get grey edges as they are, but a pixel of the clip is painted or given.
+        mask = masks[0][:, :1].add(1).div(2).clamp(0, 1) if masks else clip.new_ones(())
+        painted = (mask > 0.5).to(mask)
         parts = (clip * (1 - painted), clip * painted)
         latents = torch.cat([self.encode_moments(pipe, part).mean_and_std[:, 0] for part in parts], dim=1)
-        return (latents, _fold_mask(painted, latents.shape[2])) if masks else (latents,)
+        return (latents, _fold_mask(mask, latents.shape[2])) if masks else (latents,)
 
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         import torch

@@ -89,6 +89,8 @@ class TinyCase:
     """The images that the clip begins and ends with, in the order of ``sampling.frame_images``."""
     num_frames: int = 1
     """Frames of the clip."""
+    dropped_frames: int = 0
+    """How many of the first frames of a clip the diffusers pipeline samples and does not return."""
     add_channels: Callable[[Tensor], Tensor] = return_unchanged
     """Add the channels to pixels that the VAE reads beside them."""
     max_rows: int = 2
@@ -104,9 +106,10 @@ class TinyCase:
     """Height and width in pixels."""
 
     def encode_prompts(self, family: Family, pipe: Any, texts: Sequence[str]) -> Cond:
-        """Encode texts, each with the control images."""
+        """Encode texts, each with the control images or the first frame."""
         if isinstance(family, ControlTextFamily):
-            return family.encode_prompts_with_controls(pipe, list(texts), [self.controls] * len(texts))
+            images = self.frame_images[:1] if family.facts.text_images == "first frame" else self.controls
+            return family.encode_prompts_with_controls(pipe, list(texts), [images] * len(texts))
         return family.encode_prompts(pipe, list(texts))
 
     def encode_negative_prompts(self, family: Family, pipe: Any, texts: Sequence[str]) -> Cond:

@@ -1,8 +1,10 @@
-// Two pictures over each other at full size: of two steps of a run, or of two runs at one step.
+// Two pictures or clips over each other at full size: of two steps of a run, or of two runs at one step.
 "use strict";
 const Viewer = (() => {
-  let data = { columns: [], rows: [] }, open = null, onStep = null;
+  let data = { columns: [], rows: [] }, open = null, onStep = null, isHeard = false;
   const viewer = byId("viewer"), body = byId("viewer-body");
+  const layers = ["under", "over"].map((name) => ({ picture: byId(`viewer-${name}`), clip: byId(`viewer-${name}-video`) }));
+  const [under, over] = layers;
 
   // Columns are steps or runs; each row has the pictures of a prompt by column.
   function setData(columns, rows) {
@@ -28,13 +30,46 @@ const Viewer = (() => {
       link.hidden = !clip;
       if (clip) link.href = clip;
     }
-    byId("viewer-under").src = row.images[open.left];
-    byId("viewer-over").src = row.images[open.right];
-    split();
     if (!viewer.open) viewer.showModal();
+    fill(under, row.images[open.left], (row.clips || {})[open.left]);
+    fill(over, row.images[open.right], (row.clips || {})[open.right]);
+    split();
   }
 
-  const split = () => { byId("viewer-over").style.clipPath = `inset(0 0 0 ${byId("viewer-split").value}%)`; };
+  // A clip is played with its sound; the animated image is shown where the browser cannot play it.
+  function fill(layer, image, clip) {
+    const { picture, clip: video } = layer;
+    picture.src = image;
+    video.setAttribute("aria-label", picture.alt);
+    if ((video.getAttribute("src") ?? "") === (clip ?? "")) return;
+    picture.hidden = Boolean(clip);
+    video.hidden = !clip;
+    if (clip) {
+      video.src = clip;
+      for (const each of layers) if (!each.clip.hidden) each.clip.currentTime = 0;
+      video.play().catch(() => {});
+    } else empty(video);
+    byId("viewer-sound").hidden = layers.every((each) => each.clip.hidden);
+  }
+
+  function empty(video) {
+    video.removeAttribute("src");
+    video.load();
+  }
+
+  function split() {
+    const at = +byId("viewer-split").value;
+    for (const each of Object.values(over)) each.style.clipPath = `inset(0 0 0 ${at}%)`;
+    // The clip of which more is seen is heard.
+    const heard = [at < 50 ? over : under, under, over].find((each) => !each.clip.hidden);
+    for (const each of layers) each.clip.muted = !isHeard || each !== heard;
+  }
+
+  function toggleSound() {
+    isHeard = !isHeard;
+    byId("viewer-sound").setAttribute("aria-pressed", isHeard);
+    split();
+  }
 
   function move(stepBy, rowBy) {
     const rowNumber = Math.min(data.rows.length - 1, Math.max(0, open.row + rowBy)), row = data.rows[rowNumber];
@@ -58,9 +93,26 @@ const Viewer = (() => {
   byId("viewer-split").addEventListener("input", split);
   byId("viewer-close").addEventListener("click", () => viewer.close());
   byId("viewer-full").addEventListener("click", toggleFullScreen);
+  byId("viewer-sound").addEventListener("click", toggleSound);
+  for (const { picture, clip } of layers) {
+    clip.addEventListener("error", () => {
+      if (!clip.hasAttribute("src")) return;
+      picture.hidden = false;
+      clip.hidden = true;
+    });
+  }
+  // Both clips show the same moment.
+  under.clip.addEventListener("timeupdate", () => {
+    const apart = Math.abs(under.clip.currentTime - over.clip.currentTime);
+    if (!over.clip.hidden && apart > 0.1 && under.clip.currentTime < over.clip.duration) over.clip.currentTime = under.clip.currentTime;
+  });
   // The picture that opened it may have been drawn anew meanwhile.
   viewer.addEventListener("close", () => {
     if (document.fullscreenElement) document.exitFullscreen();
+    for (const { picture, clip } of layers) {
+      [picture.hidden, clip.hidden] = [false, true];
+      if (clip.hasAttribute("src")) empty(clip);
+    }
     const pictures = [...document.querySelectorAll("[data-picture]")];
     returnFocus(pictures.find((each) => each.dataset.picture === `${open.row} ${open.right}`), pictures[0]);
   });
@@ -68,7 +120,7 @@ const Viewer = (() => {
     byId(`viewer-${side}`).addEventListener("change", (event) => { open[side] = event.target.value; show(open.row, open.right); });
   }
   byId("viewer-stage").addEventListener("pointermove", (event) => {
-    const box = byId("viewer-under").getBoundingClientRect();
+    const box = byId("viewer-stage").getBoundingClientRect();
     byId("viewer-split").value = 100 * (event.clientX - box.left) / box.width;
     split();
   });
@@ -79,6 +131,7 @@ const Viewer = (() => {
     if (by) move(...by);
     else if (step && onStep) onStep(step);
     else if (event.key.toLowerCase() === "f") toggleFullScreen();
+    else if (event.key.toLowerCase() === "m" && !byId("viewer-sound").hidden) toggleSound();
     else if (event.key === " " && !event.target.matches("button")) changeSides();
     else return;
     event.preventDefault();

@@ -61,7 +61,7 @@ def test_the_default_file_is_right_in_diffusers_or_the_run_says_what_is_lost(nam
     if kind in ("LoRA", "LoRA, convolutions", "LoRA, block_alphas", "LoRA, outer layers"):
         # No layout of these is for both: ComfyUI has their original names only.
         families = ("lumina2", "ideogram4", "hunyuan_image", "hunyuan_video15", "hunyuan_video15_i2v", "hunyuan_video")
-        families += ("mochi", "wan_vace")
+        families += ("mochi", "wan_vace", "hunyuan_video_i2v", "hunyuan_video_33ch_i2v")
         lost = dict.fromkeys(families, "loads nothing of this layout")
         peft_alone = "does not load LoRA of this transformer, which peft does"
         lost |= dict.fromkeys(("pixart_sigma", "prx", "prx_pixel"), peft_alone)

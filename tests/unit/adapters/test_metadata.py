@@ -180,11 +180,14 @@ def test_the_implementation_is_the_one_that_sd_scripts_names():
             ("wan", "wan_i2v", "wan_flf2v", "wan_vace", "wan_fun_control"), "https://github.com/Wan-Video/Wan2.1"
         ),
         **dict.fromkeys(("wan22_t2v", "wan22_i2v", "wan22_ti2v"), "https://github.com/Wan-Video/Wan2.2"),
-        "skyreels_v2": "https://github.com/SkyworkAI/SkyReels-V2",
+        **dict.fromkeys(("skyreels_v2", "skyreels_v2_i2v"), "https://github.com/SkyworkAI/SkyReels-V2"),
         **dict.fromkeys(HUNYUAN15_KINDS, "https://github.com/Tencent-Hunyuan/HunyuanVideo-1.5"),
         **dict.fromkeys(("ltx_video", "ltx_video095"), "https://github.com/Lightricks/LTX-Video"),
         "ltx2": "https://github.com/Lightricks/LTX-2",
         "hunyuan_video": "https://github.com/Tencent-Hunyuan/HunyuanVideo",
+        **dict.fromkeys(
+            ("hunyuan_video_i2v", "hunyuan_video_33ch_i2v"), "https://github.com/Tencent-Hunyuan/HunyuanVideo-I2V"
+        ),
         **dict.fromkeys(("cogvideox", "cogvideox15"), "https://github.com/THUDM/CogVideo"),
         "mochi": "https://github.com/genmoai/mochi",
         "kandinsky5_video": "https://github.com/kandinskylab/kandinsky-5",

@@ -11,16 +11,17 @@ from clip_files import read_numbers, write_clip
 from PIL import Image
 from problem_lines import format_lines
 
-from library.cache.keys import build_latent_keys
+from library.cache.keys import build_latent_keys, collect_run_captions, get_cached_crop
 from library.config.schema import TrainConfig
 from library.config.schema_data import DataConfig
 from library.dataloader.batch import Moments
+from library.dataloader.images import load_first_pixels, load_sample_pixels
 from library.dataloader.loader import MicroBatchDataset
 from library.dataloader.prepare import PreparedData, prepare_data
 from library.dataset.clip_windows import FrameRule
 from library.dataset.controls import match_control_clips
 from library.dataset.image_ref import ImageRef
-from library.errors import ConfigError
+from library.errors import ConfigError, FileError
 
 RULE = FrameRule(stride=4, fps=16.0)
 HEAD = "[[datasets]]\nresolution = 64\nenable_bucket = true\nmin_bucket_reso = 16\nbucket_reso_steps = 16\n"
@@ -195,6 +196,36 @@ def test_each_window_has_a_key_of_its_own_in_the_cache(tmp_path):
     assert len(set(map(bytes, keys))) == len(keys) == 6
     other = prepare(tmp_path, f"{HEAD}{CLIPS}target_frames = [5]\nframe_extraction = 'chunk'\n")
     assert set(map(bytes, build_latent_keys(other.build_static_augmenter(), "vae").keys)) < set(map(bytes, keys))
+
+
+def test_texts_that_are_read_with_a_first_frame_have_a_key_for_each_first_frame(tmp_path):
+    save_clip(tmp_path, "a.mp4", 24)
+    frames = "target_frames = [5, 9]\nframe_extraction = 'chunk'\nflip_aug = true\n"
+    prepared = prepare(tmp_path, f"{HEAD}{CLIPS}{frames}")
+    augmenter, plan = prepared.build_static_augmenter(), prepared.build_batch_plan(1, TrainConfig(seed=3))
+    firsts = {sample.window.start for sample in prepared.manifest.samples}
+    assert len(firsts) == 5 < len(prepared.manifest.samples)
+    texts = collect_run_captions(augmenter, plan, 10, text_images="first frame")
+    assert len(texts) == 2 * len(firsts), "one for each first frame, and one for its mirror image"
+    assert len(collect_run_captions(augmenter, plan, 10)) == 2, "the caption and the empty one"
+    for text, source in texts.items():
+        sample, index = prepared.manifest.samples[source.sample_index], source.sample_index
+        crop = get_cached_crop(augmenter, index, is_flipped=source.is_flipped)
+        (pixels,) = load_first_pixels(sample, augmenter.assignments[index], crop)
+        whole, _ = load_sample_pixels(sample, augmenter.assignments[index], crop)
+        assert text.control_key and np.array_equal(pixels, whole[0])
+    for batch in load_epoch(prepared):
+        known = {text.control_key for text in texts}
+        assert set(batch.frame_keys) <= known and len(batch.frame_keys) == len(batch.sample_keys)
+
+
+def test_a_model_of_clips_alone_names_images_before_training(tmp_path):
+    save_clip(tmp_path, "a.mp4", 24)
+    (tmp_path / "images").mkdir()
+    Image.new("RGB", (64, 64)).save(tmp_path / "images" / "b.png")
+    images = "[[datasets.subsets]]\nimage_dir = 'images'\nclass_tokens = 'b'\n"
+    with pytest.raises(FileError, match=r"b.png.*is an image; the model is trained on clips of at least 5 frames"):
+        prepare(tmp_path, f"{HEAD}{CLIPS}target_frames = 5\n{images}", replace(RULE, least=5))
 
 
 def test_clips_that_cannot_be_used_are_named_before_training(tmp_path):

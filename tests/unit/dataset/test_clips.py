@@ -6,7 +6,7 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
-from clip_files import decode_clip, read_numbers, write_clip
+from clip_files import Sound, decode_clip, draw_tone, read_numbers, write_clip
 from PIL import Image
 
 from library.dataset.clip_decoding import ClipError, convert_frame, read_clip_frames
@@ -21,6 +21,9 @@ from library.dataset.clip_windows import (
 from library.dataset.image_ref import ImageRef
 
 OPEN_GROUPS = {"x264-params": "open-gop=1:keyint=10:bframes=4"}
+MP3 = Sound(draw_tone(1.5, 44100), 44100, "mp3")
+"""With which an AVI file has a piece without data after the first frame, which is then shown twice."""
+
 FORMATS = {
     "h264.mp4": {},
     "open.mkv": {"options": OPEN_GROUPS},
@@ -29,6 +32,7 @@ FORMATS = {
     "open265.mp4": {"codec": "libx265", "options": {"x265-params": "open-gop=1:keyint=8:bframes=4:log-level=none"}},
     "vp9.webm": {"codec": "libvpx-vp9"},
     "mpeg4.avi": {"codec": "mpeg4"},
+    "mp3.avi": {"codec": "mpeg4", "sound": MP3},
     "mpeg2.mpg": {"codec": "mpeg2video", "rate": 25},
     "prores.mov": {"codec": "prores", "pixel_format": "yuv422p10le"},
     "variable.mp4": {"times": [number * 40 + number % 3 * 15 for number in range(24)], "rate": 25},
@@ -84,6 +88,8 @@ def test_the_result_of_an_inspection_survives_the_scan_cache(tmp_path):
 def test_what_is_wrong_with_a_clip_is_said(tmp_path):
     good = write_clip(tmp_path / "good.mkv", 60, options={"g": "5"}).read_bytes()
     (tmp_path / "cut.mkv").write_bytes(good[: len(good) // 2])
+    heard = write_clip(tmp_path / "heard.avi", codec="mpeg4", sound=MP3).read_bytes()
+    (tmp_path / "cut.avi").write_bytes(heard[: len(heard) * 2 // 3])
     (tmp_path / "text.mp4").write_bytes(b"no video at all" * 20)
     (tmp_path / "empty.mp4").write_bytes(b"")
     (tmp_path / "folder").mkdir()
@@ -94,9 +100,11 @@ def test_what_is_wrong_with_a_clip_is_said(tmp_path):
         for packet in [*stream.encode(frame), *stream.encode(None)]:
             container.mux(packet)
     problems = {
-        name: inspect(tmp_path / name).problem or "" for name in ("cut.mkv", "text.mp4", "empty.mp4", "sound.mp4")
+        name: inspect(tmp_path / name).problem or ""
+        for name in ("cut.mkv", "cut.avi", "text.mp4", "empty.mp4", "sound.mp4")
     }
     assert problems["cut.mkv"].startswith("is truncated: it ends after")
+    assert problems["cut.avi"].startswith("is truncated: it has 1")
     assert problems["text.mp4"].startswith("cannot be opened as a video: Invalid data")
     assert problems["empty.mp4"].startswith("is empty") and problems["sound.mp4"].startswith("has no video")
     assert inspect(tmp_path / "folder").problem.startswith("has no images")

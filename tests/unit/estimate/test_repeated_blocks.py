@@ -80,3 +80,23 @@ def test_a_step_that_skips_equal_blocks_counts_all_of_them(more, monkeypatch):
     assert skipped.flows == computed.flows and len(skipped.blocks) == len(computed.blocks) == 30
     for name in ("saved", "peak", "flops", "kernels"):
         assert getattr(skipped.total, name) == pytest.approx(getattr(computed.total, name), rel=1e-3), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "count", "more"),
+    [
+        ("wan22_t2v", 2, ("--noise_experts", "both", "--seed", "1")),
+        ("wan22_t2v", 2, ("--noise_experts", "both", "--seed", "2")),
+        ("wan_vace", 5, ()),
+    ],
+)
+def test_a_step_of_one_of_two_experts_or_with_blocks_for_a_control_counts_the_blocks_that_it_visits(name, count, more):
+    model = "--pretrained_model_name_or_path", f"random:{name}:tiny", *more
+    config, _, detected = load_config(*model)
+    controls = ((64, 64),) * (name == "wan_vace")
+    run = MetaRun(config, detected, LargestBatch((64, 64), ("a clip",), control_sizes=controls, num_frames=5))
+    again = run.run_again(load_config(*model, "--gradient_checkpointing")[0])
+    assert len(run.step.blocks) == len(again.step.blocks) == count
+    assert all(part.saved > 0 and part.flops > 0 for part in run.step.blocks)
+    assert again.step.total.saved < run.step.total.saved

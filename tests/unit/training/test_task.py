@@ -11,6 +11,7 @@ from training_task import HEIGHT, WIDTH, make_pixel_batch, task
 from library.adapters.lora_dropout import LoraDropout
 from library.config.schema_objective import LossConfig, NoiseConfig
 from library.models.families import FAMILIES
+from library.models.text_encoding import EncodedCaptions
 from library.parallel.async_copy import CopyStream
 from library.training.setup import build_objective
 from library.training.task import DiffusionTask
@@ -86,6 +87,27 @@ def test_lora_dropout_is_a_function_of_step_and_position(task):
     assert task.dropout.sample_keys.tolist() == sample_keys[2:].tolist()
     task(make_pixel_batch((2,), [1.0]), step=6)
     assert task.dropout.sample_keys.tolist() != sample_keys[2:].tolist()
+
+
+@torch.no_grad()
+def test_frozen_encoders_encode_a_caption_once_as_long_as_there_is_room(task, monkeypatch):
+    family, encoded = task.family, []
+    encode = family.encode_prompts
+    monkeypatch.setattr(family, "encode_prompts", lambda pipe, texts: (encoded.extend(texts), encode(pipe, texts))[1])
+    expected = {caption: encode(task.pipe, [caption])["embeds"] for caption in ("a", "b")}
+    size = expected["a"].nbytes
+    task = replace(task, encoded_captions=EncodedCaptions(max_bytes=size))
+    for captions in (["a", "b"], ["b", "a"], ["a"]):
+        embeds = task.encode_text(captions)["embeds"]
+        assert torch.equal(embeds, torch.cat([expected[caption] for caption in captions]))
+        embeds.zero_()  # what is kept does not change with it
+    assert encoded == ["a", "b", "b"], "there is room for one"
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(task.encode_text(["a"])["embeds"], encode(task.pipe, ["a"])["embeds"])
+    trained = replace(task, trains_text_encoders=True)
+    encoded.clear()
+    trained.encode_text(["a", "a"])
+    assert len(encoded) == 2
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ import pytest
 from chromium import Chromium, find_chromium
 from faulty_pictures import write_faulty_pictures
 from PIL import Image
-from web_pages import write_run
+from web_pages import write_preview_clip, write_run
 
 ROOT = Path(__file__).resolve().parents[3]
 IMPORTED = ROOT / "tests" / "data" / "import"
@@ -313,3 +313,33 @@ def test_all_is_done_by_keys_alone_from_25_photographs_to_a_lora(window, tmp_pat
         window.wait_for("!document.querySelector('#grid') || document.querySelector('.cell')")
         check_names(window)
     assert window.errors == []
+
+
+def test_clips_are_played_at_one_moment_and_heard_where_they_are_seen(window):
+    window, address, root = window
+    write_run(root, "walk", previews=1)
+    for step in (0, 10):
+        write_preview_clip(root, "walk", 1, step, has_sound=True)
+    window.goto(f"{address}/runs/0/walk")
+    window.use("#tab-charts", "ArrowRight")
+    window.use("[data-picture='1 000010']")
+    window.wait_for("document.querySelectorAll('#viewer video:not([hidden])').length === 2")
+    clips = "[...document.querySelectorAll('#viewer video')]"
+    window.wait_for(f"{clips}.every((each) => each.readyState >= 2 && !each.paused && each.currentTime > 0)")
+    assert window.evaluate(f"{clips}.every((each) => each.muted) && document.querySelector('#viewer-over').hidden")
+    window.press("m")
+    assert window.evaluate(f"{clips}.map((each) => each.muted)") == [False, True]
+    window.use("#viewer-split", "Home")
+    assert window.evaluate(f"{clips}.map((each) => each.muted)") == [True, False]
+    window.wait_for(f"{clips}[1].webkitAudioDecodedByteCount > 0")
+    window.evaluate(f"{clips}[1].currentTime = {clips}[0].duration / 2; {clips}[0].currentTime = 0")
+    window.wait_for(f"Math.abs({clips}[0].currentTime - {clips}[1].currentTime) < 0.1")
+    window.walk_to("#viewer-close")
+    window.press("ArrowUp")  # a prompt with pictures alone
+    window.wait_for("document.querySelectorAll('#viewer video:not([hidden])').length === 0")
+    assert window.evaluate(
+        "document.querySelector('#viewer-sound').hidden && !document.querySelector('#viewer-over').hidden"
+    )
+    window.press("Escape")
+    window.wait_for_focus("[data-picture]")
+    assert window.evaluate(f"{clips}.every((each) => each.paused && !each.hasAttribute('src'))")
