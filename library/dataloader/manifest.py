@@ -172,6 +172,7 @@ _FINGERPRINT_ADDED = {
     "control_resolution": None,
     "no_resize_control": False,
     "control_from_image": None,
+    "multiple_target": False,
     "file_format": "sd-scripts",
 }
 """Fields that are in the fingerprint only where they are set: checkpoints of the last release do not know them."""

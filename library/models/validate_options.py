@@ -44,6 +44,7 @@ from .detect import DetectedModel, build_control_limits, detect_model, get_confi
 from .facts import TORCH_ATTENTION_MODES, FamilyFacts
 from .families import FAMILY_FACTS
 from .kohya_objective import resolve_objective_defaults, validate_objective_defaults
+from .model_configs import SCHEDULER
 from .own_families import get_family_facts
 from .trained_components import select_trained_text_encoders
 
@@ -299,6 +300,10 @@ def _validate_prompt(prompt: Prompt, model: DetectedModel) -> Iterator[Problem]:
                 yield prompt.report(key, f"{side} is not a multiple of {step} ({title})", f"use {sizes}")
     elif prompt.flow_shift is not None:
         yield prompt.report("flow_shift", f"for flow-matching models only, not for {title}", "leave it out")
+    if prompt.num_inference_steps == 1 and (get_config_reader(model)(SCHEDULER) or {}).get("shift_terminal"):
+        # The schedule is stretched by its last noise level, which with one step is the first: 0 / 0.
+        text = f"the noise levels of {title} end above 0, which needs at least 2 steps"
+        yield prompt.report("sample_steps", text, "use 2 or more")
     yield from _validate_frames(prompt, model)
     guidances = {prompt.cfg_scale, prompt.embedded_guidance} - {None}
     if facts.sampling.is_guidance_embedded and len(guidances) > 1:

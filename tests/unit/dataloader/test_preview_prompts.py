@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from clip_files import write_clip
+from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
 from problem_lines import format_lines
 
@@ -17,6 +18,7 @@ from library.dataset.clip_windows import FrameRule
 from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.families import FAMILY_FACTS
+from library.models.model_configs import load_bundled_config
 from library.models.validate_options import drop_unused_model_options, validate_prompts
 
 
@@ -346,6 +348,19 @@ def test_two_guidances_of_a_model_that_has_one_are_refused_where_they_differ(tmp
     text = "--g: guidance is one input of FLUX.2 dev, which --g (10) and --l (30) both set"
     assert format_lines(validate_prompts(prompts, model)) == [f"{tmp_path / 'p.txt'}:1: {text}; give one of them"]
     assert not [*validate_prompts(prompts, detect_model(ModelConfig("random:flux:tiny")))]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide")
+def test_one_step_is_refused_where_it_would_divide_zero_by_zero(tmp_path):
+    prompts = read(tmp_path, "p.txt", "a --s 1\nb --s 2\n")
+    assert not [*validate_prompts(prompts, detect_model("random:flux:tiny"))]
+    (line,) = format_lines(validate_prompts(prompts, detect_model("random:qwen_image:tiny")))
+    assert line.startswith(f"{tmp_path / 'p.txt'}:1: --s: the noise levels of Qwen-Image end above 0")
+    config = load_bundled_config("qwen_image_tiny")["scheduler/scheduler_config.json"]
+    scheduler = FlowMatchEulerDiscreteScheduler.from_config(config)
+    for steps, is_finite in ((1, False), (2, True)):
+        scheduler.set_timesteps(sigmas=[1.0, 0.5][:steps], mu=1.0)
+        assert bool(scheduler.sigmas.isfinite().all()) == is_finite
 
 
 def test_a_control_clip_of_a_preview_is_found_checked_and_only_for_models_that_take_one(tmp_path):
