@@ -15,12 +15,15 @@ from library.dataloader.prepare import PreparedData, prepare_data
 from library.dataset.musubi_format import MUSUBI_SUBSET_KEYS
 from library.dataset.schema import DATASET_KEYS
 from library.dataset.validate import validate_dataset_config
+from library.models.families import FAMILY_FACTS
 from library.tools import TOOLS
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "dataset_configs"
 SLIDER = FOLDER / "demo_slider.toml"
 """A file of texts, which has no images."""
+VIDEO = FOLDER / "demo_video.toml"
+"""A file of clips, which only a model of videos is trained on."""
 PAGE = (ROOT / "docs" / "datasets.md").read_text(encoding="utf-8")
 RUNS = {
     "sdxl_run.toml": ("sdxl.toml", "random:sdxl"),
@@ -46,7 +49,8 @@ def prepare_example(path: Path) -> PreparedData:
     more = command[1].replace("dataset_configs/", f"{FOLDER}/").split() if command else []
     config = parse_config([*words, *more]).require_valid()
     assert format_lines(validate_dataset_config(config.data)) == []
-    return prepare_data(config.data, 16)
+    frame_rule = FAMILY_FACTS["wan22_ti2v"].pipeline.frames if config.data.dataset_config == str(VIDEO) else None
+    return prepare_data(config.data, 16, frame_rule=frame_rule)
 
 
 @pytest.mark.parametrize("path", examples(), ids=lambda path: path.name)
@@ -114,7 +118,7 @@ def test_a_run_file_fits_its_dataset_and_model(name: str, tmp_path, monkeypatch)
     ]
     text, code = TOOLS["plan"][1](words)
     assert code == 0 and json.loads(text)["steps"] > 0
-    others = {f"demo{name}_run.toml" for name in ("", "_control", "_evaluate", "_slider")}
+    others = {f"demo{name}_run.toml" for name in ("", "_control", "_evaluate", "_slider", "_video")}
     assert {path.name for path in FOLDER.glob("*_run.toml")} == {*RUNS, *others}
 
 
