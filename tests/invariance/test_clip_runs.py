@@ -256,6 +256,19 @@ def test_clips_that_two_ranks_split_train_the_same_as_whole_ones(name, layout, d
     assert max(float((files[1][key] - files[0][key]).abs().max()) for key in ups) < 1e-5 * largest
 
 
+def test_two_ranks_preview_a_model_whose_pipeline_gives_each_token_a_time_as_one_does(dataset, tmp_path):
+    model = ("--pretrained_model_name_or_path", "random:wan22_ti2v:tiny", "--max_train_steps", "1", "--sample_at_first")
+    prompts = ("--sample_prompts", "a red circle --w 96 --h 64 --f 5 --s 2 --d 7")
+    clips = []
+    for ranks in (1, 2):
+        flags = build_flags(dataset, tmp_path / str(ranks), *prompts, *(("--cp_size", "2") if ranks > 1 else ()))
+        run_on_ranks(ranks, train, *flags, *model)
+        (path,) = tmp_path.glob(f"{ranks}/**/*.webp")  # a preview that fails is skipped with a warning
+        frames, _ = decode_animation(path.read_bytes())
+        clips.append(np.stack([np.asarray(frame) for frame in frames]).astype(int))
+    assert np.abs(clips[0] - clips[1]).max() <= 2
+
+
 def test_two_ranks_train_the_same_as_one(dataset, tmp_path):
     files = []
     for ranks in (1, 2):

@@ -92,6 +92,8 @@ FACTS = replace(
         other_trainers={"ai-toolkit": WEIGHTED},
     ),
     sampling=SamplingFacts(num_inference_steps=50, guidance_scale=5.0, image_size=(1280, 704)),
+    # Of previews, and where a first frame is given; other samples have one time for all tokens, which is not split.
+    blocks=replace(WAN_FACTS.blocks, token_args={**WAN_FACTS.blocks.token_args, "temb": ((1, ("hidden_states",)),)}),
     # No command of musubi-tuner is for this model.
     single_files=replace(WAN_FACTS.single_files, build_vae_patterns=_build_vae_patterns),
     options=replace(WAN_FACTS.options, network=GENERAL_NETWORK, musubi_versions={}, extra=("image_to_video",)),
@@ -115,9 +117,6 @@ IMAGE_FACTS = replace(
     FACTS,
     title="Wan 2.2 TI2V from images",
     pipeline=replace(FACTS.pipeline, class_name="WanImageToVideoPipeline"),
-    blocks=replace(
-        FACTS.blocks, token_args={**FACTS.blocks.token_args, "temb": ((1, ("hidden_states",)),)}
-    ),  # not of images, whose tokens have one timestep
     sampling=replace(FACTS.sampling, frame_images=("image_path",)),
 )
 
