@@ -318,6 +318,10 @@ def test_dummy_batches_have_the_frames_of_their_bucket(tmp_path):
     dummy = cached.build_dummy_batch((32, 16), 2, num_frames=13, frame_rule=FrameRule(stride=4))
     assert cached.frame_shape == (3,) and dummy.moments.mean_and_std.shape == (2, 2, 4, 4, 2, 4)
     assert torch.equal(cached.crop_first_image(16).moments.mean_and_std, latents[..., :1, :2, :2])
+    given = {"latents": latents[:, 0], "images": torch.arange(1.0, 13).view(1, 1, 3, 4)}
+    found = replace(cached, frame_cond=given).crop_first_image(16).frame_cond
+    assert torch.equal(found["latents"], latents[:, 0, :, :1, :2, :2])
+    assert torch.equal(found["images"], given["images"]), "zeros would give its projections no gradient"
 
 
 def test_keys_of_other_ways_to_cut_clips_are_named_as_unused(tmp_path):
