@@ -7,6 +7,7 @@ its center in all frames, both coordinates together, beside those of a circle fr
 motions that the model knew before, it prints the correlation with their own path.  All are means over several seeds.
 """
 
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from PIL import Image
 from library.dataset.clip_encoding import encode_webp
 from library.demo import BUILT_IN_VIDEO_MODEL_DIR, DEMO_CONFIG_DIR
 from library.models.families import FAMILIES
+from library.models.families.wan import is_not_about_rounding
 from library.models.text_encoding import pad_text_embeds
 from scripts.demo_video_model.clips import NUM_FRAMES, SIDE, correlate_tracks, find_centers
 from scripts.demo_video_model.lora_clips import FIRST_FRAMES_DIR, HELD_OUT, TRAINED
@@ -54,6 +56,7 @@ def load_pipeline(lora: Path | None = None) -> Any:
     pipeline_class: Any = WanImageToVideoPipeline
     pipe = pipeline_class.from_pretrained(BUILT_IN_VIDEO_MODEL_DIR)
     pipe.set_progress_bar_config(disable=True)
+    logging.getLogger(pipeline_class.__module__).addFilter(is_not_about_rounding)
     if lora is not None:
         pipe.load_lora_weights(str(lora))
     return pipe

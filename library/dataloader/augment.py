@@ -263,7 +263,8 @@ class Augmenter:
         window = () if sample.window is None else replace(sample.window, length=1).list_facts()
         facts = [sample.content_hash, *assignment.resized_size, *assignment.crop_left_top]
         facts += [*assignment.bucket_resolution, self.get_subset(sample_index).resize_interpolation or ""]
-        return " ".join(map(str, [*facts, "mirrored" if is_flipped else "", *window]))
+        shown = ["alpha"] if sample.mask is not None and sample.mask.is_alpha else []  # transparent parts keep colors
+        return " ".join(map(str, [*facts, "mirrored" if is_flipped else "", *window, *shown]))
 
     def draw_assignment(self, view: SampleView) -> BucketAssignment:
         """Draw the size to which an image is resized, and the position of its crop."""

@@ -169,6 +169,12 @@ class PixelBatch:
             _copy_corner(self.moments.mean_and_std, crop.moments.mean_and_std)
         for image, target in zip(controls, crop.control_pixels or crop.control_latents, strict=True):
             _copy_corner(image, target)
+        for name, given in (crop.frame_cond or {}).items():
+            value = (self.frame_cond or {})[name]
+            if given.ndim == 5:
+                _copy_corner(value, given)
+            else:  # no latents, such as tokens of an image encoder
+                given.copy_(value[: len(given)])
         if crop.sound is not None:
             crop = replace(crop, sound=crop.sound.new_zeros(1, PROBED_SOUND_LATENTS, crop.sound.shape[2]))
         return crop

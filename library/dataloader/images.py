@@ -148,7 +148,9 @@ def load_first_pixels(
 ) -> tuple[Pixels] | BadSample:
     """Load the first frame of a window, or an image, resized, cropped and flipped as it is trained."""
     first = sample if sample.window is None else replace(sample, window=replace(sample.window, length=1))
-    loaded = load_sample_pixels(replace(first, mask=None), assignment, crop_params)
+    # An alpha channel that is a mask leaves the colors of transparent parts.
+    mask = sample.mask if sample.mask is not None and sample.mask.is_alpha else None
+    loaded = load_sample_pixels(replace(first, mask=mask), assignment, crop_params)
     return loaded if isinstance(loaded, BadSample) else loaded[:1]
 
 

@@ -137,22 +137,41 @@ def _is_new(key: tuple[int, int, ImageRef], seen: set[tuple[int, int, ImageRef]]
     return is_new
 
 
-def collect_clip_notices(datasets: Sequence[DatasetConfig], clips: "Sequence[ClipSummary]") -> list[DataNotice]:
-    """Collect notices about clips without a window, and about rates below that of the model."""
-    return [*_find_clips_without_windows(datasets, clips), *_find_slow_clips(clips)]
+def collect_clip_notices(
+    datasets: Sequence[DatasetConfig], clips: "Sequence[ClipSummary]", rule: FrameRule
+) -> list[DataNotice]:
+    """Collect notices about windows that the model does not take, clips without a window, and rates below its own."""
+    short = _find_short_windows(datasets, clips, rule)
+    return [*short, *_find_clips_without_windows(datasets, clips, rule), *_find_slow_clips(clips)]
+
+
+def _find_short_windows(
+    datasets: Sequence[DatasetConfig], clips: "Sequence[ClipSummary]", rule: FrameRule
+) -> Iterator[DataNotice]:
+    """Find lengths of windows below the fewest frames of the model."""
+    for dataset, subset in dict.fromkeys((clip.dataset_index, clip.subset_index) for clip in clips):
+        settings = datasets[dataset].subsets[subset].frame_settings
+        short = sorted({length for length in settings.target_frames if rule.round_down(length) < rule.least})
+        if short and settings.frame_extraction != "full":
+            text = f"target_frames {short} left out: the model is trained on at least {rule.least} frames"
+            yield DataNotice(f"dataset {dataset + 1}: {text}")
 
 
 def _find_clips_without_windows(
-    datasets: Sequence[DatasetConfig], clips: "Sequence[ClipSummary]"
+    datasets: Sequence[DatasetConfig], clips: "Sequence[ClipSummary]", rule: FrameRule
 ) -> Iterator[DataNotice]:
-    """Find clips that are shorter than every window."""
-    for number in range(len(datasets)):
-        names = [
-            f"{clip.image.key} ({_format_frames(clip)}; the shortest window has"
-            f" {min(datasets[number].subsets[clip.subset_index].target_frames, default=1)})"
-            for clip in clips
-            if clip.dataset_index == number and not clip.windows
-        ]
+    """Find clips that are shorter than every window that the model takes, unless there is none."""
+    for number, dataset in enumerate(datasets):
+        names = []
+        for clip in clips:
+            settings = dataset.subsets[clip.subset_index].frame_settings if clip.dataset_index == number else None
+            if settings is None or clip.windows:
+                continue
+            taken = [length for length in settings.target_frames if rule.round_down(length) >= rule.least]
+            if settings.frame_extraction == "full":
+                taken = [rule.least]
+            if taken:
+                names.append(f"{clip.image.key} ({_format_frames(clip)}; the shortest window has {min(taken)})")
         fix = "set a shorter target_frames, or frame_extraction = 'full'"
         yield from _build_notice(
             names, f"dataset {number + 1}: {{}} too short for any window, and not trained; {fix}", "clip"

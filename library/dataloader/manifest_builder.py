@@ -82,7 +82,8 @@ def build_manifest(
     if listing_problems or ((bad or unmatched) and on_invalid_images == "fail"):  # folders are not skipped
         bad_data = _collect_bad_data(bad, unmatched, num_unusable, total, scan.cache_folders)
         raise FileError([*listing_problems, *bad_data])
-    clip_notices = [*collect_clip_notices(datasets, built.clips), *collect_sound_notices(samples, frame_rule)]
+    clip_notices = collect_clip_notices(datasets, built.clips, built.frame_rule)
+    clip_notices += collect_sound_notices(samples, frame_rule)
     notices = [*collect_notices(datasets, samples, assignments, scan.images), *clip_notices]
     notes = list(dict.fromkeys(notes))  # two datasets may use the same folder
     notes += dict.fromkeys([*scan.notes, *masks.notes, *controls.notes, *(notice.text for notice in notices)])

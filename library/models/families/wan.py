@@ -257,7 +257,7 @@ class Wan(Family):
         # Where a latent is one frame, as in the demo model, the pipeline rounds every number of frames up by one.
         has_frame_latents = pipe.vae_scale_factor_temporal == 1
         if has_frame_latents:
-            logging.getLogger(type(pipe).__module__).addFilter(_is_not_about_rounding)
+            logging.getLogger(type(pipe).__module__).addFilter(is_not_about_rounding)
         return dict(
             guidance_scale=self.facts.sampling.get_guidance_scale(prompt.cfg_scale),
             prompt_embeds=pad_text_embeds(cond["embeds"], WAN_TEXT_TOKENS)[0],
@@ -266,8 +266,9 @@ class Wan(Family):
         )
 
 
-def _is_not_about_rounding(record: logging.LogRecord) -> bool:
-    return "Rounding to the nearest number" not in record.msg
+def is_not_about_rounding(record: logging.LogRecord) -> bool:
+    """Filter out what a pipeline says of every number of frames where a latent is one frame."""
+    return "Rounding to the nearest number" not in str(record.msg)
 
 
 def _clean_text(text: str) -> str:

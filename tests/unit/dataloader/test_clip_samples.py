@@ -228,6 +228,37 @@ def test_a_model_of_clips_alone_names_images_before_training(tmp_path):
         prepare(tmp_path, f"{HEAD}{CLIPS}target_frames = 5\n{images}", replace(RULE, least=5))
 
 
+def test_the_first_frame_of_a_transparent_image_has_the_colors_that_are_trained(tmp_path):
+    for folder in ("opaque", "masked"):
+        (tmp_path / folder).mkdir()
+        image = Image.new("RGBA", (64, 64), (200, 30, 60, 0))
+        image.paste((10, 20, 30, 255), (0, 0, 32, 64))
+        image.save(tmp_path / folder / "a.png")
+    masked = "[[datasets.subsets]]\nimage_dir = 'masked'\nclass_tokens = 'x'\nalpha_mask = true\n"
+    prepared = prepare(
+        tmp_path, f"{HEAD}{masked}[[datasets.subsets]]\nimage_dir = 'opaque'\nclass_tokens = 'x'\n", masked_loss=True
+    )
+    augmenter, keys = prepared.build_static_augmenter(), set()
+    for index, sample in enumerate(prepared.manifest.samples):
+        assignment, crop = augmenter.assignments[index], get_cached_crop(augmenter, index, is_flipped=False)
+        (pixels,) = load_first_pixels(sample, assignment, crop)
+        assert np.array_equal(pixels, load_sample_pixels(sample, assignment, crop)[0])
+        keys.add((augmenter.get_text_image_key(index, "first frame", is_flipped=False), pixels.tobytes()))
+    assert len({key for key, _ in keys}) == len({pixels for _, pixels in keys}) == 2
+
+
+def test_windows_below_those_of_a_model_are_named(tmp_path):
+    save_clip(tmp_path, "a.mp4", 24)
+    text, rule = f"{HEAD}{CLIPS}target_frames = ", replace(RULE, least=5)
+    left_out = "target_frames [1, 4] left out: the model is trained on at least 5 frames"
+    notes = "\n".join(prepare(tmp_path, f"{text}[1, 4, 9]\n", rule).manifest.notes)
+    assert left_out in notes and "too short" not in notes
+    assert "left out" not in "\n".join(prepare(tmp_path, f"{text}[1, 4, 9]\n").manifest.notes)
+    with pytest.raises(ConfigError, match="no images left to train on") as caught:
+        prepare(tmp_path, f"{text}[1, 4]\n", rule)
+    assert left_out in str(caught.value) and "shorter" not in str(caught.value)
+
+
 def test_clips_that_cannot_be_used_are_named_before_training(tmp_path):
     save_clip(tmp_path, "good.mp4", 9)
     save_clip(tmp_path, "short.mp4", 4)
@@ -287,6 +318,10 @@ def test_dummy_batches_have_the_frames_of_their_bucket(tmp_path):
     dummy = cached.build_dummy_batch((32, 16), 2, num_frames=13, frame_rule=FrameRule(stride=4))
     assert cached.frame_shape == (3,) and dummy.moments.mean_and_std.shape == (2, 2, 4, 4, 2, 4)
     assert torch.equal(cached.crop_first_image(16).moments.mean_and_std, latents[..., :1, :2, :2])
+    given = {"latents": latents[:, 0], "images": torch.arange(1.0, 13).view(1, 1, 3, 4)}
+    found = replace(cached, frame_cond=given).crop_first_image(16).frame_cond
+    assert torch.equal(found["latents"], latents[:, 0, :, :1, :2, :2])
+    assert torch.equal(found["images"], given["images"]), "zeros would give its projections no gradient"
 
 
 def test_keys_of_other_ways_to_cut_clips_are_named_as_unused(tmp_path):
