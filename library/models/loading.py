@@ -155,7 +155,8 @@ def load_pipeline(
     index = read_required(read, "model_index.json")
     loaded: dict[str, Any] = {}
     local_files_only = _uses_hub(model) and not is_hub_reachable()
-    logger.info("loading %s of %s", ", ".join(components), model.path_or_id)
+    if components:  # some models have no VAE
+        logger.info("loading %s of %s", ", ".join(components), model.path_or_id)
     for name in components:
         with _raise_config_error(model, name), disable_progress_bars():
             # Older VAEs overflow in half precision; they are small and run once per image.
