@@ -1057,7 +1057,8 @@ def _add_control(tiny: TinyCase, family: Any) -> TinyCase:
 
 
 def wan_fun_control() -> TinyCase:
-    return _add_control(wan("wan_fun_control", 3), FAMILIES.get("wan_fun_control")())
+    tiny = replace(wan("wan_fun_control", 3), untrained=r"add_[kv]_proj$")  # the layers for a given frame
+    return _add_control(tiny, FAMILIES.get("wan_fun_control")())
 
 
 def wan_fun_control_from_image() -> TinyCase:
