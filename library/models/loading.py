@@ -39,7 +39,12 @@ from .model_configs import (
 )
 from .single_file import KeyConversion, build_component, build_key_conversion, load_single_file_component
 from .stored_weights import read_file_weights
-from .tokenizers import build_byte_tokenizer, load_cached_tokenizer, load_pretrained_tokenizer
+from .tokenizers import (
+    build_byte_tokenizer,
+    choose_image_processor_class,
+    load_cached_tokenizer,
+    load_pretrained_tokenizer,
+)
 from .weights import build_empty_model, build_random_component, cast_persistent_buffers
 
 if TYPE_CHECKING:
@@ -315,6 +320,8 @@ def _load_component(
     keeps_stored: bool = False,
 ) -> Any:
     """Load one component from its own source, the model's single file, the model's folder, or at random."""
+    if family.facts.text_images != "none":
+        component_class = choose_image_processor_class(component_class)
     separate = model.component_sources.get(component)
     if (separate is not None and separate.source_type != "file") or (separate is None and model.bundled_config is None):
         place = (model.path_or_id, component) if separate is None else (separate.path_or_id, separate.subfolder)

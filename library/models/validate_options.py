@@ -172,7 +172,7 @@ def _validate_datasets(data: DataConfig, cache: CacheConfig, model: DetectedMode
     yield from validate_resolution_multiple(parsed.datasets, model.size_multiple, model.short_name)
     if facts.pipeline.frames is None and not model.is_built_in:
         yield from find_clips_for_image_models(parsed.datasets, facts.title, list_video_models())
-    if facts.control.are_channels or facts.control.are_layers:
+    if facts.control.have_picture_size or facts.control.are_layers:
         yield from _find_other_control_sizes(parsed.datasets, facts)
     limits = build_control_limits(model)
     for subset in (subset for dataset in parsed.datasets for subset in dataset.subsets):
@@ -197,11 +197,11 @@ def _validate_datasets(data: DataConfig, cache: CacheConfig, model: DetectedMode
 
 def _find_other_control_sizes(datasets: Sequence[DatasetConfig], facts: FamilyFacts) -> Iterator[Problem]:
     """Find control images that are not as large as their pictures."""
-    source = "layers with their picture" if facts.control.are_layers else "the control image in channels of its input"
+    source = "layers, which have" if facts.control.are_layers else "a control image, which has"
     for dataset in datasets:
         if dataset.has_own_control_size:
             key = "no_resize_control" if dataset.no_resize_control else "control_resolution"
-            text = f"{facts.title} reads {source}, so that it has the size of the picture"
+            text = f"{facts.title} reads {source} the size of the picture"
             yield dataset.report(key, text, "leave it out")
 
 

@@ -20,6 +20,7 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.modular_pipelines.anima.encoders import encode_vae_image
 from diffusers.pipelines.flux import pipeline_flux_fill
 from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video, pipeline_hunyuan_video_image2video
+from diffusers.pipelines.joyimage import image_processor as joyimage_processor
 from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
 from diffusers.pipelines.ltx import pipeline_ltx_condition
 from diffusers.pipelines.ltx2 import pipeline_ltx2_image2video
@@ -41,6 +42,7 @@ from torch import Tensor
 from library.config.schema import ModelConfig
 from library.models.detect import detect_model
 from library.models.families import FAMILIES, IMAGE_TO_VIDEO_FAMILIES
+from library.models.families import joyimage_edit as joyimage_edit_family
 from library.models.families import qwen_image_layered as qwen_image_layered_family
 from library.models.loading import import_model_class
 from library.models.model_configs import load_bundled_config
@@ -525,6 +527,7 @@ def shrink_references(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda area, ratio: (*_compute_reference_size(REFERENCE_AREA, ratio), None),
     )
     monkeypatch.setattr(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", REFERENCE_AREA)
+    monkeypatch.setitem(joyimage_processor.BUCKETS, 1024, [(HEIGHT, WIDTH), (128, 128)])
 
 
 def _build_edit_case(source: str, *sizes: tuple[int, int]) -> TinyCase:
@@ -613,6 +616,81 @@ def qwen_image_layered() -> TinyCase:
         unpack_latents=lambda rows: pipe._unpack_latents(rows, HEIGHT, WIDTH, layers, 8),
         controls=(image,),
         add_channels=add_alpha,
+    )
+
+
+def joyimage_edit() -> TinyCase:
+    """A picture and its reference; the pipeline draws latents of the reference, of which the mean is taken here."""
+    tiny, source = qwen_image_edit(), "random:joyimage_edit:tiny"
+    pipe, image = _load(source), tiny.controls[0]
+
+    class MeanPipeline(type(pipe)):
+        def prepare_latents(self, *args: Any, **kwargs: Any) -> Any:
+            with mock.patch.object(DiagonalGaussianDistribution, "sample", DiagonalGaussianDistribution.mode):
+                return super().prepare_latents(*args, **kwargs)
+
+    pipe.__class__ = copy_class_name(MeanPipeline, type(pipe))
+    crop = pipe.vae_image_processor.resize_center_crop(image, (HEIGHT, WIDTH))
+    with torch.no_grad():
+        shape = 1, 4, HEIGHT, WIDTH, 1
+        _, reference = pipe.prepare_latents(*shape, torch.float32, torch.device("cpu"), None, image=[crop])
+    texts, latents = _draw_tensors((13, 16), (4, HEIGHT // 8, WIDTH // 8))
+    embeds, images = texts[:, :7], {"image": image}
+    return TinyCase(
+        "joyimage_edit",
+        pipe,
+        replace(
+            build_batch(latents, {"embeds": [embeds[0], embeds[1]]}),
+            control_latents=(reference[:, 0, :, 0].expand(2, -1, -1, -1),),
+        ),
+        {"prompt_embeds": embeds[:1], "prompt_embeds_mask": torch.ones(1, 7).long(), **images},
+        images,
+        _build_vae_encoder("QwenImageInpaintPipeline", is_video=True),
+        source,
+        lambda latents: latents[:, None, :, None],
+        lambda latents: latents if latents.ndim == 4 else latents[:, -1, :, 0],
+        select_prediction=lambda latents: latents[:, -1:],
+        texts=images,
+        controls=(image,),
+        max_rows=1,
+        blocks=("JoyImageTransformerBlock",),
+    )
+
+
+def _drop_full_mask(arguments: dict[str, Any]) -> dict[str, Any]:
+    mask = arguments.get("encoder_hidden_states_mask")
+    is_full = mask is not None and bool(mask.all())
+    return {name: value for name, value in arguments.items() if not (is_full and name == "encoder_hidden_states_mask")}
+
+
+def joyimage_edit_plus() -> TinyCase:
+    tiny, source = joyimage_edit(), "random:joyimage_edit_plus:tiny"
+    pipe, images, references = _load(source), [tiny.controls[0], tiny.controls[0].rotate(90).resize((90, 120))], []
+    mean, std = (torch.tensor(pipe.vae.config[f"latents_{name}"]).view(1, -1, 1, 1, 1) for name in ("mean", "std"))
+    for image, size in zip(images, ((HEIGHT, WIDTH), (128, 128)), strict=True):
+        pixels = pipe.image_processor.preprocess(pipe.image_processor.resize_center_crop(image, size))
+        with torch.no_grad():
+            encoded = pipe.vae.encode(pixels.unsqueeze(2)).latent_dist.mode()
+        references.append(((encoded - mean) / std).squeeze(2).expand(2, -1, -1, -1))
+    call = {**tiny.call, "images": images}
+    del call["image"]
+    return replace(
+        tiny,
+        family="joyimage_edit_plus",
+        pipe=pipe,
+        batch=replace(tiny.batch, control_latents=tuple(references)),
+        call=call,
+        sizes={"images": images},
+        texts={"images": images},
+        source=source,
+        pack_latents=lambda latents: latents.unsqueeze(2),
+        unpack_latents=lambda patches: joyimage_edit_family.unfold_patches(patches, HEIGHT // 8, WIDTH // 8),
+        pack_prediction=joyimage_edit_family.fold_patches,
+        select_prediction=lambda patches: patches[:, : HEIGHT // 16 * (WIDTH // 16)],
+        simplify_call=_drop_full_mask,
+        tolerances={"rtol": 1e-5, "atol": 1e-5},
+        controls=tuple(images),
+        blocks=("JoyImageEditPlusTransformerBlock",),
     )
 
 
@@ -1840,6 +1918,8 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "aura_flow": aura_flow,
     "ovis_image": ovis_image,
     "bria": bria,
+    "joyimage_edit": joyimage_edit,
+    "joyimage_edit_plus": joyimage_edit_plus,
     "bria_fibo": bria_fibo,
     "bria_fibo_edit": bria_fibo_edit,
     "longcat_image": longcat_image,

@@ -41,6 +41,8 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "qwen_image_edit": ".qwen_image_edit:QwenImageEdit",
         "qwen_image_layered": ".qwen_image_layered:QwenImageLayered",
         "qwen_image_edit_plus": ".qwen_image_edit:QwenImageEditPlus",
+        "joyimage_edit": ".joyimage_edit:JoyImageEdit",
+        "joyimage_edit_plus": ".joyimage_edit:JoyImageEditPlus",
         "aura_flow": ".aura_flow:AuraFlow",
         "ovis_image": ".ovis_image:OvisImage",
         "bria": ".bria:Bria",

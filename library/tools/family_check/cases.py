@@ -60,6 +60,8 @@ class TinyCase:
     """The inverse of ``pack_latents``."""
     pack_prediction: Callable[[Tensor], Tensor] | None = None
     """Pack latents of the family as the diffusers scheduler gets them, if it is not as the pipeline takes them."""
+    select_prediction: Callable[[Tensor], Tensor] = return_unchanged
+    """Select from what the diffusers scheduler gets the part of the picture itself."""
     convert_timesteps: Callable[[Tensor], Tensor] = return_unchanged
     """Convert timesteps of the diffusers scheduler to those of the family, where they count the other way."""
     scale: str = "guidance_scale"
