@@ -5,7 +5,6 @@ Each reference is a further frame of the picture for the transformer, at a time 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
