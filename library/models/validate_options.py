@@ -159,14 +159,13 @@ def _validate_text_mask(model: ModelConfig, attn_mode: str, cp_size: int, detect
 def _validate_datasets(data: DataConfig, cache: CacheConfig, model: DetectedModel) -> Iterator[Problem]:
     """Check bucket steps, resolutions and control images, if the datasets themselves are valid."""
     facts = get_family_facts(model.family)
-    if facts.text_images != "none" and cache.caches_latents and not cache.caches_text_outputs:
-        read = "the control images, which are" if facts.text_images == "controls" else "the first frame, which is"
-        yield Problem(
-            "cache_latents",
-            f"the text encoder of {facts.title} needs {read} not loaded when latents are cached",
-            "add cache_text_encoder_outputs",
-        )
     parsed = load_dataset_config(data) if can_load_datasets(data) else None
+    subsets = [] if parsed is None else [subset for dataset in parsed.datasets for subset in dataset.subsets]
+    needs_images = facts.control.num_images[0] or facts.text_images == "first frame"
+    has_images = any(subset.control_key or subset.control_from_image for subset in subsets)
+    if facts.text_images != "none" and (needs_images or has_images):
+        if cache.caches_latents and not cache.caches_text_outputs:
+            yield _report_text_images(facts)
     if parsed is None or parsed.problems:
         return
     yield from validate_resolution_multiple(parsed.datasets, model.size_multiple, model.short_name)
@@ -175,7 +174,7 @@ def _validate_datasets(data: DataConfig, cache: CacheConfig, model: DetectedMode
     if facts.control.have_picture_size or facts.control.are_layers:
         yield from _find_other_control_sizes(parsed.datasets, facts)
     limits = build_control_limits(model)
-    for subset in (subset for dataset in parsed.datasets for subset in dataset.subsets):
+    for subset in subsets:
         key = subset.control_key or ("control_from_image" if subset.control_from_image else None)
         if subset.multiple_target and not facts.control.are_layers:
             titles = [each.title for each in FAMILY_FACTS.values() if each.control.are_layers]
@@ -193,6 +192,13 @@ def _validate_datasets(data: DataConfig, cache: CacheConfig, model: DetectedMode
             yield from [subset.report("control_from_image", *reason)] if reason else []
         if facts.text_images != "none" and cache.caches_text_outputs:
             yield from _find_random_controls(subset, facts.text_images)
+
+
+def _report_text_images(facts: FamilyFacts) -> Problem:
+    """Report that a text encoder needs images that are not loaded."""
+    read = "the control images, which are" if facts.text_images == "controls" else "the first frame, which is"
+    reason = f"the text encoder of {facts.title} needs {read} not loaded when latents are cached"
+    return Problem("cache_latents", reason, "add cache_text_encoder_outputs")
 
 
 def _find_other_control_sizes(datasets: Sequence[DatasetConfig], facts: FamilyFacts) -> Iterator[Problem]:

@@ -29,6 +29,7 @@ NOT_IN_COMFYUI = {
     "bria",
     "bria_fibo",
     "bria_fibo_edit",
+    "bria_fibo2",
     "sana",
     "cogview4",
     "flux3",

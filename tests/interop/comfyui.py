@@ -38,6 +38,8 @@ MODEL_CLASSES = {  # a family that is not here is not in ComfyUI
     "qwen_image_edit_plus": "QwenImage",
     "qwen_image_layered": "QwenImage",
     "longcat_image_edit": "LongCatImage",
+    "joyimage_edit": "JoyImage",
+    "joyimage_edit_plus": "JoyImage",
     "ernie_image": "ErnieImage",
     "lumina2": "Lumina2",
     "krea2": "Krea2",

@@ -800,6 +800,45 @@ def bria_fibo_edit() -> TinyCase:
     )
 
 
+def bria_fibo2() -> TinyCase:
+    """Texts of different length, of a caption and of one with references, in sizes that the pipeline leaves."""
+    pipe, images = _load("random:bria_fibo2:tiny"), [draw_frame_image(0).resize((128, 128)), draw_frame_image(1)]
+    images[1] = images[1].resize((160, 112))
+    generator = torch.Generator().manual_seed(5)
+    pipe.vae.bn.running_mean = torch.randn(16, generator=generator)
+    pipe.vae.bn.running_var = torch.rand(16, generator=generator) + 0.5
+
+    class SmallPipeline(type(pipe)):
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **kwargs)
+            self.default_sample_size = 16
+
+    pipe.__class__, pipe.default_sample_size = copy_class_name(SmallPipeline, type(pipe)), 16
+    (latents,) = _draw_tensors((4, HEIGHT // 8, WIDTH // 8))
+    texts = ["A caption that is longer. " * 4, "Blau"]
+    with torch.no_grad():
+        cond = FAMILIES.get("bria_fibo2")().encode_prompts_with_controls(pipe, texts, [images] * 2)
+        pixels, _ = pipe.image_processor.preprocess(images, area=128 * 128)
+        references = pipe.prepare_image_latents(pixels, 2, torch.device("cpu"), torch.float32)
+
+    def encode(pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+        return torch.cat(pipe.prepare_image_latents(pixels.split(1), 1, pixels.device, pixels.dtype))
+
+    return TinyCase(
+        "bria_fibo2",
+        pipe,
+        replace(build_batch(latents, cond), control_latents=tuple(references)),
+        {"prompt": texts, "image": images},
+        {"image": images},
+        encode,
+        "random:bria_fibo2:tiny",
+        texts={"image": images},
+        controls=tuple(images),
+        blocks=("BriaFibo2TransformerBlock",),
+        untrained=r"^noise_refiner|adaLN",
+    )
+
+
 def longcat_image() -> TinyCase:
     embeds, latents = _draw_tensors((9, 32), (16, HEIGHT // 8, WIDTH // 8))  # 16 channels are fixed in the pipeline
     return TinyCase(
@@ -1922,6 +1961,7 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "joyimage_edit_plus": joyimage_edit_plus,
     "bria_fibo": bria_fibo,
     "bria_fibo_edit": bria_fibo_edit,
+    "bria_fibo2": bria_fibo2,
     "longcat_image": longcat_image,
     "longcat_image_edit": longcat_image_edit,
     "ernie_image": ernie_image,

@@ -48,6 +48,7 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "bria": ".bria:Bria",
         "bria_fibo": ".bria_fibo:BriaFibo",
         "bria_fibo_edit": ".bria_fibo_edit:BriaFiboEdit",
+        "bria_fibo2": ".bria_fibo2:BriaFibo2",
         "longcat_image": ".longcat_image:LongCatImage",
         "longcat_image_edit": ".longcat_image_edit:LongCatImageEdit",
         "ernie_image": ".ernie_image:ErnieImage",
