@@ -51,7 +51,7 @@ def _match_bria_fibo2(read: ConfigReader) -> FamilyMatch:
 
 FACTS = FamilyFacts(
     title="Bria Fibo 2",
-    pipeline=PipelineFacts(class_name="BriaFibo2Pipeline", num_parameters=0, hub_id="briaai/Fibo-2.0-dev"),
+    pipeline=PipelineFacts(class_name="BriaFibo2Pipeline", num_parameters=8_127_342_213, hub_id="briaai/Fibo-2.0-dev"),
     detection=DetectionFacts(match_configs=_match_bria_fibo2),
     lora=FamilyLora(
         # Every linear layer of the blocks but the modulation.

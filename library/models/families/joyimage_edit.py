@@ -63,7 +63,7 @@ EDIT_FACTS = FamilyFacts(
     pipeline=PipelineFacts(
         class_name="JoyImageEditPipeline",
         kind="edit",
-        num_parameters=16_260_612_160,
+        num_parameters=16_263_675_968,
         hub_id="jdopensource/JoyAI-Image-Edit-Diffusers",
     ),
     detection=DetectionFacts(
