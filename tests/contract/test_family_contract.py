@@ -41,6 +41,9 @@ def test_a_family_passes_the_checks_of_the_program(sentence, case):
     try:
         check(*case)
     except CheckSkippedError:
+        if sentence == "layers that are computed together read one input":
+            assert case[1].family.startswith("joyimage_edit"), "whose query, key and value are one layer"
+            return
         assert sentence == "text encoders can be trained through the prompts"
         assert not case[0].facts.lora.text_encoders
 

@@ -54,10 +54,10 @@ FACTS = FamilyFacts(
     pipeline=PipelineFacts(class_name="BriaFibo2Pipeline", num_parameters=8_127_342_213, hub_id="briaai/Fibo-2.0-dev"),
     detection=DetectionFacts(match_configs=_match_bria_fibo2),
     lora=FamilyLora(
-        # Every linear layer of the blocks but the modulation.
+        # Every linear layer of the blocks but the modulation, and what reads the text before them.
         targets=(
             *(f"layers.*.attention.{layer}" for layer in ("to_q", "to_k", "to_v", "to_out.0")),
-            *(f"layers.*.cross_attention.{layer}" for layer in ("to_q", "to_k", "to_v", "to_out.0")),
+            *(f"cross_attention.{layer}" for layer in ("to_q", "to_k", "to_v", "to_out.0")),
             *(f"layers.*.feed_forward.{layer}" for layer in ("w1", "w2", "w3")),
         ),
         key_style=CONVERTED_BY_COMFYUI_KEYS,
