@@ -186,7 +186,7 @@ def _get_null_caption() -> str:
     """The caption without words that the pipeline's guidance goes away from."""
     from diffusers.pipelines.bria_fibo2 import pipeline_bria_fibo2 as pipeline
 
-    return pipeline.DEFAULT_NEGATIVE_PROMPT
+    return str(pipeline.DEFAULT_NEGATIVE_PROMPT)
 
 
 def _clean_caption(pipe: Any, prompt: str, num_images: int) -> str:
@@ -214,4 +214,5 @@ def _encode_text(pipe: Any, text: str, images: list[Image]) -> Tensor:
 
 def _split_texts(rows: Tensor) -> Tensor:
     """Split texts (B, tokens, texts x width) to those of each input (B, texts, tokens, width)."""
-    return rows.unflatten(2, (NUM_TEXTS, -1)).transpose(1, 2)
+    count, num_tokens, _ = rows.shape
+    return rows.view(count, num_tokens, NUM_TEXTS, -1).transpose(1, 2)

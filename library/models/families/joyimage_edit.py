@@ -331,15 +331,16 @@ class JoyImageEditPlus(JoyImageEdit):
 
 def fold_patches(latents: Tensor) -> Tensor:
     """Fold latents (B, C, height, width) to patches (B, patches, C, 1, 2, 2), as the pipeline of Plus has them."""
-    patches = latents.unflatten(3, (-1, 2)).unflatten(2, (-1, 2))  # (B, C, rows, 2, columns, 2)
+    count, channels, height, width = latents.shape
+    patches = latents.reshape(count, channels, height // 2, 2, width // 2, 2)
     return patches.permute(0, 2, 4, 1, 3, 5).flatten(1, 2).unsqueeze(3)
 
 
 def unfold_patches(patches: Tensor, height: int, width: int) -> Tensor:
     """Unfold the first patches to latents of this size; those of references are behind them."""
-    rows, columns = height // 2, width // 2
-    first = patches[:, : rows * columns].squeeze(3).unflatten(1, (rows, columns))
-    return first.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
+    count, _, channels = patches.shape[:3]
+    first = patches[:, : height // 2 * (width // 2)].reshape(count, height // 2, width // 2, channels, 2, 2)
+    return first.permute(0, 3, 1, 4, 2, 5).reshape(count, channels, height, width)
 
 
 def _pad_texts(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -413,7 +414,9 @@ def _build_attention_processor() -> Any:
     """The attention of JoyImage Edit Plus, which has a mask, with the positions and the mask of the class above."""
     from diffusers.models.transformers.transformer_joyimage_edit_plus import JoyImageEditPlusAttnProcessor
 
-    class TextMaskProcessor(JoyImageEditPlusAttnProcessor):
+    parent: Any = JoyImageEditPlusAttnProcessor
+
+    class TextMaskProcessor(parent):  # type: ignore[misc]
         def __call__(
             self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Any = None, image_rotary_emb: Any = None
         ) -> tuple[Tensor, Tensor]:
