@@ -215,4 +215,4 @@ def _encode_text(pipe: Any, text: str, images: list[Image]) -> Tensor:
 def _split_texts(rows: Tensor) -> Tensor:
     """Split texts (B, tokens, texts x width) to those of each input (B, texts, tokens, width)."""
     count, num_tokens, _ = rows.shape
-    return rows.view(count, num_tokens, NUM_TEXTS, -1).transpose(1, 2)
+    return rows.reshape(count, num_tokens, NUM_TEXTS, -1).transpose(1, 2)
