@@ -62,7 +62,7 @@ class UncountedTransformer(_transformer):  # type: ignore[misc]
 
         output = self.final_layer(tokens[:, : rows * columns], c=noisy).unflatten(1, (rows, columns))
         side = self.config.patch_size
-        output = output.unflatten(3, (-1, side, side)).permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
+        output = output.unflatten(3, (-1, side, side)).permute((0, 3, 1, 4, 2, 5)).flatten(4, 5).flatten(2, 3)
         return Transformer2DModelOutput(sample=output) if return_dict else (output,)
 
     def _run_block(self, block: Any, *args: Any) -> Tensor:
@@ -100,7 +100,9 @@ class UncountedTransformer(_transformer):  # type: ignore[misc]
         return counts
 
 
-copy_class_name(UncountedTransformer, BriaFibo2Transformer2DModel)
+def count_on_the_device(denoiser: Any) -> None:
+    """Let a transformer of diffusers' class count the tokens of texts on its device."""
+    denoiser.__class__ = copy_class_name(UncountedTransformer, BriaFibo2Transformer2DModel)
 
 
 def _mask_gist_tokens(counts: Sequence[int], text_mask: Tensor) -> Tensor:

@@ -48,15 +48,15 @@ class ImageTextProcessor(Qwen2VLProcessor):  # type: ignore[misc]
 
 
 class ImageTextProcessor3(Qwen3VLProcessor):  # type: ignore[misc]
-    """The same for Qwen3-VL, which most models read texts alone with."""
+    """Qwen3-VL's processor in the same way; most models read texts alone with it, for which a tokenizer is enough."""
 
     def __init__(self, image_processor: Any, tokenizer: Any) -> None:
         super().__init__(image_processor, tokenizer)
 
 
 # A pipeline that is saved names transformers' class.
-copy_class_name(ImageTextProcessor, Qwen2VLProcessor)
-copy_class_name(ImageTextProcessor3, Qwen3VLProcessor)
+ImageTextProcessor.__module__, ImageTextProcessor.__name__ = Qwen2VLProcessor.__module__, Qwen2VLProcessor.__name__
+ImageTextProcessor3.__module__, ImageTextProcessor3.__name__ = Qwen3VLProcessor.__module__, Qwen3VLProcessor.__name__
 
 
 def choose_image_processor_class(tokenizer_class: Any) -> Any:

@@ -91,9 +91,9 @@ class BriaFibo2(ControlTextFamily):
 
     @classmethod
     def prepare_denoiser(cls, denoiser: Any) -> None:
-        from ..fibo2_transformer import UncountedTransformer
+        from ..fibo2_transformer import count_on_the_device
 
-        denoiser.__class__ = UncountedTransformer
+        count_on_the_device(denoiser)
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         return BaseModelInfo("bria_fibo2", "bria-fibo-2")

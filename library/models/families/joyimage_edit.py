@@ -332,15 +332,16 @@ class JoyImageEditPlus(JoyImageEdit):
 def fold_patches(latents: Tensor) -> Tensor:
     """Fold latents (B, C, height, width) to patches (B, patches, C, 1, 2, 2), as the pipeline of Plus has them."""
     count, channels, height, width = latents.shape
-    patches = latents.reshape(count, channels, height // 2, 2, width // 2, 2)
-    return patches.permute(0, 2, 4, 1, 3, 5).flatten(1, 2).unsqueeze(3)
+    patches = latents.reshape((count, channels, height // 2, 2, width // 2, 2))
+    return patches.permute((0, 2, 4, 1, 3, 5)).flatten(1, 2).unsqueeze(3)
 
 
 def unfold_patches(patches: Tensor, height: int, width: int) -> Tensor:
     """Unfold the first patches to latents of this size; those of references are behind them."""
     count, _, channels = patches.shape[:3]
-    first = patches[:, : height // 2 * (width // 2)].reshape(count, height // 2, width // 2, channels, 2, 2)
-    return first.permute(0, 3, 1, 4, 2, 5).reshape(count, channels, height, width)
+    shape = count, height // 2, width // 2, channels, 2, 2
+    first = patches[:, : height // 2 * (width // 2)].reshape(shape)
+    return first.permute((0, 3, 1, 4, 2, 5)).reshape(count, channels, height, width)
 
 
 def _pad_texts(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:

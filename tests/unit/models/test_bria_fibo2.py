@@ -7,8 +7,7 @@ import pytest
 import torch
 from diffusers import BriaFibo2Pipeline, BriaFibo2Transformer2DModel
 
-from library.models.families.bria_fibo2 import _clean_caption
-from library.models.fibo2_transformer import UncountedTransformer
+from library.models.families.bria_fibo2 import BriaFibo2, _clean_caption
 from library.models.model_configs import load_bundled_config
 from library.models.weights import build_random_component
 
@@ -20,7 +19,7 @@ def models():
     """diffusers' transformer, and ours of the same weights."""
     theirs = build_random_component(BriaFibo2Transformer2DModel, CONFIG, "transformer", torch.float32, None)
     ours = copy.deepcopy(theirs)
-    ours.__class__ = UncountedTransformer
+    BriaFibo2.prepare_denoiser(ours)
     return ours, theirs
 
 
