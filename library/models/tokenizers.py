@@ -52,7 +52,7 @@ ImageTextProcessor.__module__, ImageTextProcessor.__name__ = Qwen2VLProcessor.__
 
 def load_pretrained_tokenizer(tokenizer_class: Any, path_or_id: str, subfolder: str = "", **options: Any) -> Any:
     """Load a tokenizer from a folder or the hub, and check that it has a vocabulary."""
-    if tokenizer_class is Qwen2VLProcessor:
+    if tokenizer_class.__name__ in ("Qwen2VLProcessor", "Qwen2_5_VLProcessor"):
         tokenizer = load_pretrained_tokenizer(Qwen2Tokenizer, path_or_id, subfolder, **options)
         files = {"subfolder": subfolder, "local_files_only": options.get("local_files_only", False)}
         return ImageTextProcessor(Qwen2VLImageProcessorPil.from_pretrained(path_or_id, **files), tokenizer)
@@ -131,6 +131,7 @@ def build_byte_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any
         "PixtralProcessor": _build_chat_tokenizer,
         "Qwen3VLProcessor": _build_chat_tokenizer,
         "Qwen2VLProcessor": _build_image_text_processor,
+        "Qwen2_5_VLProcessor": _build_image_text_processor,
         "LlamaTokenizer": _build_llama_tokenizer,
         "GemmaTokenizer": _build_gemma_tokenizer,
         "TokenizersBackend": _build_fast_tokenizer,  # PreTrainedTokenizerFast of transformers 5

@@ -1,4 +1,4 @@
-"""Kandinsky 5 video, from text or from the first frame: the transformer of Kandinsky 5 image over HunyuanVideo's VAE."""
+"""Kandinsky 5 video, from text or the first frame: the transformer of Kandinsky 5 image over HunyuanVideo's VAE."""
 
 from __future__ import annotations
 
