@@ -185,15 +185,21 @@ class Kandinsky5I2V(Kandinsky5Video):
 
 
 def _build_image_pipeline_class() -> Any:
-    """diffusers' pipeline, which also samples clips of at most 13 frames: there, their first frames become NaN."""
+    """diffusers' pipeline, which also samples clips of at most 13 frames: there, their first frames become NaN.
+
+    The VAE gets the given frame in its own dtype, where there it gets that of the transformer.
+    """
     from diffusers import Kandinsky5I2VPipeline
 
     pipeline: Any = Kandinsky5I2VPipeline
 
-    class ShortClipPipeline(pipeline):  # type: ignore[misc]
+    class GivenFramePipeline(pipeline):  # type: ignore[misc]
+        def prepare_latents(self, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
+            return super().prepare_latents(*args, dtype=self.vae.dtype, **kwargs).to(dtype)
+
         def normalize_first_frame(self, latents: Tensor, *args: Any, **kwargs: Any) -> Any:
             if latents.shape[1] <= NUM_EVENED_FRAMES:  # no frames are left to whose statistics these could be drawn
                 return latents
             return super().normalize_first_frame(latents, *args, **kwargs)
 
-    return copy_class_name(ShortClipPipeline, pipeline)
+    return copy_class_name(GivenFramePipeline, pipeline)
