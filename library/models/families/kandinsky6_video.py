@@ -1,4 +1,4 @@
-"""Kandinsky 6 video: frames and sound in one transformer, from text or the first frame; trained on frames or on both.
+"""Kandinsky 6 video: frames and sound in one transformer, from text or the first frame; trained on frames or both.
 
 A given first frame is one more latent frame after those that are predicted, at the position of the first one.
 """
@@ -45,6 +45,7 @@ FRAME_RATE = 24.0
 SAMPLE_RATE, LATENT_SAMPLES, SOUND_CHANNELS = 44_100, 1024, 40
 """Samples of sound per second, those of one latent, and the channels of a latent."""
 ATTENTION_LAYERS = ("to_query", "to_key", "to_value", "out_layer")
+ATTENTIONS = ("self_attention", "cross_attention", "attn")
 
 
 def _match_kandinsky6_video(read: ConfigReader) -> FamilyMatch:
@@ -103,7 +104,7 @@ FACTS = FamilyFacts(
         text_attention_layers=("cross_attention.to_key", "cross_attention.to_value"),
         unsupported_strategies={
             "tp": "the attention of Kandinsky 6 counts its heads in a place of its own",
-            "pp": "the blocks of Kandinsky 6 pass on sound beside the frames, of which there is none without train_audio",
+            "pp": "the blocks of Kandinsky 6 pass on sound beside frames, and there is none without train_audio",
         },
         attention_modes=(),
     ),
@@ -217,18 +218,7 @@ class Kandinsky6Video(Family):
         states = pad(given.permute(0, 2, 3, 4, 1), (0, latents.shape[1] + 1))
         if reference is not None:
             states[:, num_frames:, ..., -1] = 1
-            positions = [torch.arange(length, device=latents.device) for length in latents.shape[2:]]
-            _, patch_height, patch_width = pipe.transformer.config.patch_size
-            options["visual_rope_pos"] = (
-                torch.cat([positions[0], positions[0][:1]]),
-                *(
-                    axis[: len(axis) // patch]
-                    for axis, patch in zip(positions[1:], (patch_height, patch_width), strict=True)
-                ),
-            )
-            types = torch.zeros(states.shape[:2], dtype=torch.long, device=latents.device)
-            types[:, num_frames:] = 1
-            options["visual_token_type_ids"] = types
+            options = _build_reference_options(states, pipe.transformer.config.patch_size)
         predicted: Tensor = denoiser(
             hidden_states=states,
             audio_hidden_states=None if batch.noisy_sound is None else batch.noisy_sound.to(latents.dtype),
@@ -248,6 +238,20 @@ class Kandinsky6Video(Family):
             kwargs[f"{prefix}pooled_prompt_embeds"] = each["pooled"]
         has_sound = bool(self.facts.pipeline.frames and self.facts.pipeline.frames.sound_rate)
         return {**kwargs, "frame_rate": FRAME_RATE, "sample_audio": has_sound}
+
+
+def _build_reference_options(states: Tensor, patch_size: Sequence[int]) -> dict[str, Any]:
+    """Build the positions and kinds of frames (B, frames, height, width, channels) of which the last is given."""
+    import torch
+
+    positions = [
+        torch.arange(length // patch, device=states.device)
+        for length, patch in zip(states.shape[1:4], patch_size, strict=True)
+    ]
+    positions[0] = torch.cat([positions[0][:-1], positions[0][:1]])  # that of the first frame
+    kinds = torch.zeros(states.shape[:2], dtype=torch.long, device=states.device)
+    kinds[:, -1] = 1
+    return {"visual_rope_pos": tuple(positions), "visual_token_type_ids": kinds}
 
 
 def _belongs_to_sound(name: str) -> bool:
