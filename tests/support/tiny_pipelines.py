@@ -20,6 +20,7 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.modular_pipelines.anima.encoders import encode_vae_image
 from diffusers.pipelines.flux import pipeline_flux_fill
 from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video, pipeline_hunyuan_video_image2video
+from diffusers.pipelines.kandinsky6 import pipeline_kandinsky6_ti2va
 from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
 from diffusers.pipelines.ltx import pipeline_ltx_condition
 from diffusers.pipelines.ltx2 import pipeline_ltx2_image2video
@@ -1805,6 +1806,51 @@ def kandinsky5_i2v() -> TinyCase:
     return replace(tiny, pack_latents=pack, pack_prediction=lambda prediction: prediction.permute(0, 2, 3, 4, 1)[:, 1:])
 
 
+def _drop_kandinsky6_padding(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The pipeline gives the transformer masks (B, tokens), which the family gives the axes of attention."""
+    mask = arguments.get("encoder_attention_mask")
+    return drop_padding({**arguments, "encoder_attention_mask": None if mask is None else mask.flatten(1)})
+
+
+def kandinsky6_video() -> TinyCase:
+    embeds, pooled, latents = _draw_tensors((9, 32), (16,), (4, 1, HEIGHT // 8, WIDTH // 8))
+    options, pipe = {"num_frames": 1, "sample_audio": False}, _load("random:kandinsky6_video:tiny")
+    template, start = pipeline_kandinsky6_ti2va._PROMPT_TEMPLATE, pipeline_kandinsky6_ti2va._QWEN_CROP_START
+    longest = len(pipe.tokenizer.tokenizer(template.format("a red circle on white ground")).input_ids)
+
+    def scale(pipe: Any, latents: Tensor) -> Tensor:
+        return latents * pipe.vae.config.scaling_factor
+
+    return TinyCase(
+        "kandinsky6_video",
+        pipe,
+        build_batch(latents, {"embeds": list(embeds), "pooled": pooled}),
+        {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled, **options},
+        options,
+        _build_frame_encoder(scale),
+        "random:kandinsky6_video:tiny",
+        pack_prediction=lambda latents: latents.permute(0, 2, 3, 4, 1),
+        encode_clips=_build_clip_encoder(scale),
+        texts={**options, "max_sequence_length": longest - start},  # sums round by the padding
+        simplify_call=_drop_kandinsky6_padding,
+        blocks=("Kandinsky6TransformerEncoderBlock", "Kandinsky6FusedTransformerDecoderBlock"),
+        untrained=r"modulation|audio_|\.(va|av)_",
+    )
+
+
+def kandinsky6_video_from_image() -> TinyCase:
+    """A clip of two latent frames, after which the pipeline adds the given one; what it predicts of that is unused."""
+    tiny, options = kandinsky6_video(), ModelConfig("random:kandinsky6_video:tiny", image_to_video=True)
+    family, model = IMAGE_TO_VIDEO_FAMILIES["kandinsky6_video"], detect_model(options)
+    tiny = _add_frame_images(replace(tiny, family=family, model=model), "image", num_frames=5)
+    given = list[Tensor]()
+    tiny.pipe.transformer.register_forward_hook(lambda module, inputs, output: given.append(output[0][:, -1:]))
+    return replace(
+        tiny,
+        pack_prediction=lambda prediction: torch.cat([prediction.permute(0, 2, 3, 4, 1), given[-1]], dim=1),
+    )
+
+
 def sana_video() -> TinyCase:
     tiny, (texts,) = wan("sana_video"), _draw_tensors((13, 24))
     mask, one_frame = torch.tensor([[1] * 13, [1] * 7 + [0] * 6]), {"num_frames": 1}
@@ -1896,6 +1942,8 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "mochi": mochi,
     "kandinsky5_video": kandinsky5_video,
     "kandinsky5_i2v": kandinsky5_i2v,
+    "kandinsky6_video": kandinsky6_video,
+    "kandinsky6_video_from_image": kandinsky6_video_from_image,
     "sana_video": sana_video,
     "hidream": hidream,
     "kandinsky5_image": kandinsky5_image,
