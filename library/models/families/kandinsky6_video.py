@@ -138,7 +138,7 @@ class Kandinsky6Video(Family):
         return BaseModelInfo("kandinsky6_video", "kandinsky-6-video")
 
     def get_unused_layers(self, denoiser: Any) -> tuple[str, ...]:
-        """Return the layers of sound and between sound and frames, and the token types of given frames."""
+        """Return the layers of sound and between sound and frames, and the kinds of frames, which images have none of."""
         names = [name for name, _ in denoiser.named_modules()]
         return tuple(name for name in names if _belongs_to_sound(name) or name == "visual_token_type_embeddings")
 
@@ -278,9 +278,6 @@ class Kandinsky6VideoFromImage(Kandinsky6Video):
 
     facts = IMAGE_FACTS
 
-    def get_unused_layers(self, denoiser: Any) -> tuple[str, ...]:
-        return tuple(name for name in super().get_unused_layers(denoiser) if _belongs_to_sound(name))
-
     def encode_frame_cond(self, pipe: Any, pixels: Tensor, moments: Moments) -> dict[str, Tensor]:
         """The latents of the first frame alone: the VAE normalizes groups of channels over all frames of a clip."""
         from ..vae import as_clips
@@ -300,6 +297,10 @@ def _add_sound(facts: FamilyFacts) -> FamilyFacts:
 
 class _WithSound(TrainedSound, Kandinsky6Video):
     """The methods of the model trained with sound; the class stands before that of the model without."""
+
+    def get_unused_layers(self, denoiser: Any) -> tuple[str, ...]:
+        unused = super(TrainedSound, self).get_unused_layers(denoiser)
+        return tuple(name for name in unused if not _belongs_to_sound(name))
 
     def encode_sound(self, pipe: Any, samples: Tensor, rate: int, num_frames: int) -> Tensor:
         from ..sound import encode_mmaudio_latents, resample
