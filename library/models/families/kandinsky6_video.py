@@ -138,7 +138,7 @@ class Kandinsky6Video(Family):
         return BaseModelInfo("kandinsky6_video", "kandinsky-6-video")
 
     def get_unused_layers(self, denoiser: Any) -> tuple[str, ...]:
-        """Return the layers of sound and between sound and frames, and the kinds of frames, which images have none of."""
+        """Return the layers of sound and between sound and frames, and the table of kinds of frames."""
         names = [name for name, _ in denoiser.named_modules()]
         return tuple(name for name in names if _belongs_to_sound(name) or name == "visual_token_type_embeddings")
 
