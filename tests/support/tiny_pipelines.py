@@ -20,7 +20,6 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.modular_pipelines.anima.encoders import encode_vae_image
 from diffusers.pipelines.flux import pipeline_flux_fill
 from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video, pipeline_hunyuan_video_image2video
-from diffusers.pipelines.kandinsky6 import pipeline_kandinsky6_ti2va
 from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
 from diffusers.pipelines.ltx import pipeline_ltx_condition
 from diffusers.pipelines.ltx2 import pipeline_ltx2_image2video
@@ -1815,7 +1814,8 @@ def _drop_kandinsky6_padding(arguments: dict[str, Any]) -> dict[str, Any]:
 def kandinsky6_video() -> TinyCase:
     embeds, pooled, latents = _draw_tensors((9, 32), (16,), (4, 1, HEIGHT // 8, WIDTH // 8))
     options, pipe = {"num_frames": 1, "sample_audio": False}, _load("random:kandinsky6_video:tiny")
-    template, start = pipeline_kandinsky6_ti2va._PROMPT_TEMPLATE, pipeline_kandinsky6_ti2va._QWEN_CROP_START
+    module = sys.modules[type(pipe).__module__]
+    template, start = module._PROMPT_TEMPLATE, module._QWEN_CROP_START
     longest = len(pipe.tokenizer.tokenizer(template.format("a red circle on white ground")).input_ids)
 
     def scale(pipe: Any, latents: Tensor) -> Tensor:

@@ -5,8 +5,10 @@ A given first frame is one more latent frame after those that are predicted, at 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from ...adapters.original_module_names import DIFFUSERS_ONLY_KEYS
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 1024
 """Maximum tokens of the prompt with the end of its template, as in diffusers' pipeline."""
+NEEDED_DIFFUSERS = [0, 42]
 FRAME_RATE = 24.0
 SAMPLE_RATE, LATENT_SAMPLES, SOUND_CHANNELS = 44_100, 1024, 40
 """Samples of sound per second, those of one latent, and the channels of a latent."""
@@ -49,6 +52,9 @@ ATTENTIONS = ("self_attention", "cross_attention", "attn")
 
 
 def _match_kandinsky6_video(read: ConfigReader) -> FamilyMatch:
+    installed = version("diffusers")
+    if [int(part) for part in re.findall(r"\d+", installed)[:2]] < NEEDED_DIFFUSERS:
+        raise ModelError(f"it needs diffusers 0.42, which needs Python 3.11; {installed} is installed")
     config = read_required(read, "transformer/config.json")
     if config.get("out_visual_dim") != config.get("in_visual_dim"):
         raise ModelError("it is distilled: its transformer predicts several velocities at once; use its base model")
