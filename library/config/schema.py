@@ -271,10 +271,7 @@ class ModelConfig:
         changes_text_outputs=False,
     )
     train_audio: bool = define_option(
-        False,
-        "train with sound (LTX-2, Kandinsky 6); needs cached latents",
-        needs=(OfModel(),),
-        changes_text_outputs=False,
+        False, "train sound (LTX-2, Kandinsky 6); needs cached latents", needs=(OfModel(),), changes_text_outputs=False
     )
     control: Literal["none", "omini", "channels"] = define_option(
         "none",
