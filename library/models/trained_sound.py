@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,27 +19,25 @@ if TYPE_CHECKING:
     from .facts import FamilyFacts
 
 _SILENT_STEPS = "steps of clips without sound give the layers of sound no gradient (train_audio)"
-_REFUSED_STRATEGIES: Mapping[str, str] = dict.fromkeys(
-    ("pp", "cp", "compile", "cuda_graphs", "deepspeed"), _SILENT_STEPS
-)
+_REFUSED_STRATEGIES = ("pp", "cp", "compile", "cuda_graphs", "deepspeed")
 
 
-def add_sound(
-    facts: FamilyFacts, targets: Sequence[str], refused: Mapping[str, str] = _REFUSED_STRATEGIES, **rule: Any
-) -> FamilyFacts:
+def add_sound(facts: FamilyFacts, targets: Sequence[str], refused: Sequence[str] = (), **rule: Any) -> FamilyFacts:
     """The facts of a model trained with sound: its layers get a LoRA, too, and its decoder is loaded for previews.
 
-    ``targets`` are further layers that get a LoRA, ``rule`` what ``FrameRule`` says of sound.
+    ``targets`` are further layers that get a LoRA, ``refused`` further strategies that need sound in every step,
+    ``rule`` is what ``FrameRule`` says of sound.
     """
     pipeline, blocks = facts.pipeline, facts.blocks
     if pipeline.frames is None:
         raise AssertionError(f"{facts.title} has no clips")
+    silent = dict.fromkeys((*_REFUSED_STRATEGIES, *refused), _SILENT_STEPS)
     return replace(
         facts,
         title=f"{facts.title} with sound",
         pipeline=replace(pipeline, frames=replace(pipeline.frames, **rule), frame_encoders=("audio_vae", "vocoder")),
         lora=replace(facts.lora, targets=(*facts.lora.targets, *targets)),
-        blocks=replace(blocks, unsupported_strategies={**blocks.unsupported_strategies, **refused}),
+        blocks=replace(blocks, unsupported_strategies={**blocks.unsupported_strategies, **silent}),
     )
 
 

@@ -18,8 +18,12 @@ from ..models.base import Family
 from ..registry import copy_class_name
 
 TEXT_LAYER_PATTERN = re.compile(r"\.(add_[qkv]_proj|to_add_out|ff_context|norm1_context|txt_)")
-COLWISE_PATTERN = re.compile(r"\.(to_[qkv]|add_[qkv]_proj|proj_mlp|w1|w3|net\.0\.proj)$")
-ROWWISE_PATTERN = re.compile(r"\.(to_out\.0|to_add_out|w2|net\.2)$")
+COLWISE_PATTERN = re.compile(
+    r"\.(to_[qkv]|to_(query|key|value)|add_[qkv]_proj|proj_mlp|w1|w3|net\.0\.proj|feed_forward\.in_layer)$"
+)
+ROWWISE_PATTERN = re.compile(r"\.(to_out\.0|to_add_out|w2|net\.2|feed_forward\.out_layer)$|att(entio)?n\.out_layer$")
+QUERY_LAYERS = ("to_q", "to_query")
+"""The names of the projection of queries, by which an attention whose heads are split is known."""
 
 GATED_ACTIVATIONS = {"GEGLU", "SwiGLU"}
 """diffusers' activations whose projection holds the gate as well."""

@@ -28,7 +28,7 @@ from ..models.validate_options import validate_attention_mode, validate_splits
 from ..optim.optimizers import resolve_optimizer
 from ..parallel.cuda_graphs import find_graph_obstacle
 from ..parallel.frozen_base import find_innermost_blocks
-from ..parallel.parallel_plan import build_block_sequence, build_tensor_parallel_plan
+from ..parallel.parallel_plan import QUERY_LAYERS, build_block_sequence, build_tensor_parallel_plan
 from ..parallel.quantized_matmul import QUANT_TYPES, find_matmul_obstacle
 from ..parallel.validate_engines import validate_device_map
 from ..problems import Problem
@@ -147,7 +147,8 @@ def _validate_attention_heads(parallel: ParallelConfig, denoiser: Any) -> Iterat
     if not sizes:
         return
     total = math.prod(sizes.values())
-    names = [name.rpartition(".")[0] for name in build_tensor_parallel_plan(denoiser) if name.endswith(".to_q")]
+    layers = (name.rpartition(".") for name in build_tensor_parallel_plan(denoiser))
+    names = [attention for attention, _, layer in layers if layer in QUERY_LAYERS]
     heads = {count for name in names for count in _list_head_counts(denoiser.get_submodule(name))}
     if indivisible := sorted(number for number in heads if number % total):
         fitting = [size for size in range(2, total + 8) if not any(number % size for number in heads)]

@@ -109,7 +109,6 @@ FACTS = FamilyFacts(
         text_attention_calls=(1,),
         text_attention_layers=("cross_attention.to_key", "cross_attention.to_value"),
         unsupported_strategies={
-            "tp": "the attention of Kandinsky 6 counts its heads in a place of its own",
             "pp": "the blocks of Kandinsky 6 pass on sound beside frames, and there is none without train_audio",
         },
         attention_modes=(),
@@ -297,8 +296,8 @@ class Kandinsky6VideoFromImage(Kandinsky6Video):
 
 def _add_sound(facts: FamilyFacts) -> FamilyFacts:
     names = (f"{name}.{layer}" for name in ("va_cross_attention", "av_cross_attention") for layer in ATTENTION_LAYERS)
-    rate = SAMPLE_RATE / LATENT_SAMPLES
-    return add_sound(facts, tuple(names), sound_rate=rate, sound_channels=SOUND_CHANNELS, rounds_sound_up=True)
+    rule = {"sound_rate": SAMPLE_RATE / LATENT_SAMPLES, "sound_channels": SOUND_CHANNELS, "rounds_sound_up": True}
+    return add_sound(facts, tuple(names), ("tp",), **rule)
 
 
 class _WithSound(TrainedSound, Kandinsky6Video):
