@@ -1838,12 +1838,26 @@ def kandinsky6_video() -> TinyCase:
     )
 
 
+class RepeatedImage(diffusers.Kandinsky6TI2VAPipeline if hasattr(diffusers, "Kandinsky6TI2VAPipeline") else object):
+    """The pipeline takes an image for each prompt; these all have the same."""
+
+    def __call__(self, *args: Any, image: Any = None, **options: Any) -> Any:
+        prompts = next(
+            each for each in (options.get("prompt"), *args, options.get("prompt_embeds")) if each is not None
+        )
+        count = 1 if isinstance(prompts, str) else len(prompts)
+        return super().__call__(*args, image=image and [image] * count, **options)
+
+
+RepeatedImage.__name__ = "Kandinsky6TI2VAPipeline"
+
+
 def kandinsky6_video_from_image() -> TinyCase:
     """A clip of two latent frames, after which the pipeline adds the given one; what it predicts of that is unused."""
     tiny, options = kandinsky6_video(), ModelConfig("random:kandinsky6_video:tiny", image_to_video=True)
     family, model = IMAGE_TO_VIDEO_FAMILIES["kandinsky6_video"], detect_model(options)
     tiny = _add_frame_images(replace(tiny, family=family, model=model), "image", num_frames=5)
-    given = list[Tensor]()
+    given, tiny.pipe.__class__ = list[Tensor](), RepeatedImage
     tiny.pipe.transformer.register_forward_hook(lambda module, inputs, output: given.append(output[0][:, -1:]))
     return replace(
         tiny,

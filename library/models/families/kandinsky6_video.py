@@ -48,7 +48,14 @@ FRAME_RATE = 24.0
 SAMPLE_RATE, LATENT_SAMPLES, SOUND_CHANNELS = 44_100, 1024, 40
 """Samples of sound per second, those of one latent, and the channels of a latent."""
 ATTENTION_LAYERS = ("to_query", "to_key", "to_value", "out_layer")
-ATTENTIONS = ("self_attention", "cross_attention", "attn")
+
+
+def list_targets(stream: str) -> tuple[str, ...]:
+    """List the linear layers of the blocks of a stream, ``video`` or ``audio``, and of its text, without modulation."""
+    text, block = f"{stream}_text_transformer_blocks.*", f"{stream}_dec_block"
+    attentions = (f"{text}.attn", f"{block}.self_attention", f"{block}.cross_attention")
+    layers = (f"{name}.{layer}" for name in attentions for layer in ATTENTION_LAYERS)
+    return (*layers, *(f"{name}.feed_forward.net.{layer}" for name in (text, block) for layer in ("0.proj", "2")))
 
 
 def _match_kandinsky6_video(read: ConfigReader) -> FamilyMatch:
@@ -80,21 +87,14 @@ FACTS = FamilyFacts(
     pipeline=PipelineFacts(
         class_name="Kandinsky6TI2VAPipeline",
         kind="video",
-        num_parameters=0,
+        num_parameters=30_136_326_248,
         hub_id="kandinskylab/Kandinsky-6.0-Lite-5s-Diffusers",
         frames=FrameRule(stride=4, fps=FRAME_RATE),
     ),
     detection=DetectionFacts(match_configs=_match_kandinsky6_video),
     lora=FamilyLora(
         # Every linear layer of the blocks of text and frames but those of modulation.
-        targets=(
-            *(
-                f"{name}.{layer}"
-                for name in ("self_attention", "cross_attention", "attn")
-                for layer in ATTENTION_LAYERS
-            ),
-            *("feed_forward.net.0.proj", "feed_forward.net.2"),
-        ),
+        targets=list_targets("video"),
         key_style=DIFFUSERS_ONLY_KEYS,
         format="diffusers",
         modelspec_architecture="kandinsky-6-video",
@@ -295,9 +295,10 @@ class Kandinsky6VideoFromImage(Kandinsky6Video):
 
 
 def _add_sound(facts: FamilyFacts) -> FamilyFacts:
-    names = (f"{name}.{layer}" for name in ("va_cross_attention", "av_cross_attention") for layer in ATTENTION_LAYERS)
+    between = ("va_cross_attention", "av_cross_attention")
+    targets = (*list_targets("audio"), *(f"{name}.{layer}" for name in between for layer in ATTENTION_LAYERS))
     rule = {"sound_rate": SAMPLE_RATE / LATENT_SAMPLES, "sound_channels": SOUND_CHANNELS, "rounds_sound_up": True}
-    return add_sound(facts, tuple(names), ("tp",), **rule)
+    return add_sound(facts, targets, ("tp",), **rule)
 
 
 class _WithSound(TrainedSound, Kandinsky6Video):
