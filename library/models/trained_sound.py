@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .base import Family
@@ -16,29 +14,9 @@ if TYPE_CHECKING:
     from ..dataloader.batch import Batch, Cond
     from ..dataloader.sample_prompts import Prompt
     from ..dataset.clip_encoding import SoundTrack
-    from .facts import FamilyFacts
 
-_SILENT_STEPS = "steps of clips without sound give the layers of sound no gradient (train_audio)"
-_REFUSED_STRATEGIES = ("pp", "cp", "compile", "cuda_graphs", "deepspeed")
-
-
-def add_sound(facts: FamilyFacts, targets: Sequence[str], refused: Sequence[str] = (), **rule: Any) -> FamilyFacts:
-    """The facts of a model trained with sound: its layers get a LoRA, too, and its decoder is loaded for previews.
-
-    ``targets`` are further layers that get a LoRA, ``refused`` further strategies that need sound in every step,
-    ``rule`` is what ``FrameRule`` says of sound.
-    """
-    pipeline, blocks = facts.pipeline, facts.blocks
-    if pipeline.frames is None:
-        raise AssertionError(f"{facts.title} has no clips")
-    silent = dict.fromkeys((*_REFUSED_STRATEGIES, *refused), _SILENT_STEPS)
-    return replace(
-        facts,
-        title=f"{facts.title} with sound",
-        pipeline=replace(pipeline, frames=replace(pipeline.frames, **rule), frame_encoders=("audio_vae", "vocoder")),
-        lora=replace(facts.lora, targets=(*facts.lora.targets, *targets)),
-        blocks=replace(blocks, unsupported_strategies={**blocks.unsupported_strategies, **silent}),
-    )
+SILENT_STEPS = "steps of clips without sound give the layers of sound no gradient (train_audio)"
+"""Why a model with sound cannot be trained by what expects a gradient of each layer in every step."""
 
 
 class TrainedSound(Family):

@@ -31,7 +31,7 @@ from ..facts import (
 from ..family_noise_levels import TrainingNoiseFacts
 from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import CLIP_L_TOKENIZER, match_flow_model
-from ..trained_sound import TrainedSound, add_sound
+from ..trained_sound import SILENT_STEPS, TrainedSound
 from .kandinsky5_image import MAX_SIDE_POSITIONS, rename_channels
 
 if TYPE_CHECKING:
@@ -295,10 +295,22 @@ class Kandinsky6VideoFromImage(Kandinsky6Video):
 
 
 def _add_sound(facts: FamilyFacts) -> FamilyFacts:
-    between = ("va_cross_attention", "av_cross_attention")
+    """The facts of the model trained with sound: its layers get a LoRA, too, and its decoder is loaded for previews."""
+    pipeline, blocks, rule = facts.pipeline, facts.blocks, facts.pipeline.frames or FrameRule()
+    rate, between = SAMPLE_RATE / LATENT_SAMPLES, ("va_cross_attention", "av_cross_attention")
     targets = (*list_targets("audio"), *(f"{name}.{layer}" for name in between for layer in ATTENTION_LAYERS))
-    rule = {"sound_rate": SAMPLE_RATE / LATENT_SAMPLES, "sound_channels": SOUND_CHANNELS, "rounds_sound_up": True}
-    return add_sound(facts, targets, ("tp",), **rule)
+    refused = dict.fromkeys(("tp", "pp", "cp", "compile", "cuda_graphs", "deepspeed"), SILENT_STEPS)
+    return replace(
+        facts,
+        title=f"{facts.title} with sound",
+        pipeline=replace(
+            pipeline,
+            frames=replace(rule, sound_rate=rate, sound_channels=SOUND_CHANNELS, rounds_sound_up=True),
+            frame_encoders=("audio_vae", "vocoder"),
+        ),
+        lora=replace(facts.lora, targets=(*facts.lora.targets, *targets)),
+        blocks=replace(blocks, unsupported_strategies={**blocks.unsupported_strategies, **refused}),
+    )
 
 
 class _WithSound(TrainedSound, Kandinsky6Video):

@@ -30,7 +30,7 @@ from ..facts import (
 )
 from ..family_noise_levels import LOGIT_NORMAL, WEIGHTED, TrainingNoiseFacts
 from ..model_configs import CONNECTOR_TOKENS, ConfigReader, ModelError, get_downscale_factor, read_required
-from ..trained_sound import TrainedSound, add_sound
+from ..trained_sound import TrainedSound
 from .ltx_video import FACTS as LTX_FACTS
 from .ltx_video import FRAME_STRIDE, OUTER_NAMES, LTXVideo, match_ltx_video, rename_outer_modules
 
@@ -314,12 +314,25 @@ class LTX2FromImage(CleanFirstFrame, LTX2):
 
 
 _SOUND_ATTENTIONS = ("audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
+_SILENT_STEPS = "steps of clips without sound give the layers of sound no gradient (train_audio)"
 
 
 def _add_sound(facts: FamilyFacts) -> FamilyFacts:
+    """The facts of the model trained with sound: its layers get a LoRA, too, and its decoder is loaded for previews."""
+    pipeline, blocks, rule = facts.pipeline, facts.blocks, facts.pipeline.frames or FrameRule()
     names = (f"{attention}.{name}" for attention in _SOUND_ATTENTIONS for name in ("to_q", "to_k", "to_v", "to_out.0"))
-    targets = (*names, "audio_ff.net.0.proj", "audio_ff.net.2")
-    return add_sound(facts, targets, sound_rate=SOUND_RATE, sound_channels=SOUND_CHANNELS * SOUND_BANDS)
+    refused = dict.fromkeys(("pp", "cp", "compile", "cuda_graphs", "deepspeed"), _SILENT_STEPS)
+    return replace(
+        facts,
+        title=f"{facts.title} with sound",
+        pipeline=replace(
+            pipeline,
+            frames=replace(rule, sound_rate=SOUND_RATE, sound_channels=SOUND_CHANNELS * SOUND_BANDS),
+            frame_encoders=("audio_vae", "vocoder"),
+        ),
+        lora=replace(facts.lora, targets=(*facts.lora.targets, *names, "audio_ff.net.0.proj", "audio_ff.net.2")),
+        blocks=replace(blocks, unsupported_strategies={**blocks.unsupported_strategies, **refused}),
+    )
 
 
 class _WithSound(TrainedSound, LTX2):
