@@ -1833,6 +1833,8 @@ def kandinsky6_video() -> TinyCase:
         encode_clips=_build_clip_encoder(scale),
         texts={**options, "max_sequence_length": longest - start},  # sums round by the padding
         simplify_call=_drop_kandinsky6_padding,
+        compares_arguments=False,  # texts that are not padded are rounded in another way
+        tolerances={"rtol": 1e-4, "atol": 1e-5},
         blocks=("Kandinsky6TransformerEncoderBlock", "Kandinsky6FusedTransformerDecoderBlock"),
         untrained=r"modulation|audio_|\.(va|av)_",
     )
