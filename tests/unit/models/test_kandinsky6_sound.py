@@ -29,7 +29,7 @@ def build_sound_case(build_case, name):
     count = family.facts.pipeline.frames.count_sound_latents(NUM_FRAMES)
     generator = torch.Generator().manual_seed(3)
     latents = torch.randn(2, 4, 2, HEIGHT // 8, WIDTH // 8, generator=generator)
-    sound = torch.randn(2, count, 4, generator=generator)
+    sound = torch.randn(2, count, 40, generator=generator)
     return family, tiny, replace(tiny.batch, latents=latents, noisy_sound=sound)
 
 
