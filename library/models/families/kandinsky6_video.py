@@ -135,7 +135,7 @@ FACTS = FamilyFacts(
 
 
 class Kandinsky6Video(Family):
-    """Without sound, the transformer leaves out all that belongs to it, as in its pipeline."""
+    """The transformer leaves out all that belongs to sound where it gets none, as in its pipeline."""
 
     facts = FACTS
 
