@@ -99,12 +99,11 @@ FACTS = FamilyFacts(
         # The few blocks before them pass on another stream, that of the text.
         lists=("visual_transformer_blocks",),
         activation_args=("visual_embed",),
-        token_args={"rope": ((1, ("visual_embed",)),)},
-        text_attention_calls=(1,),
-        text_attention_layers=("cross_attention.to_key", "cross_attention.to_value"),
         unsupported_strategies={
+            "tp": "the attention of Kandinsky 5 counts its heads in a place of its own",
             "pp": "the blocks of text and image in Kandinsky 5 pass on different streams",
             "preservation": "Kandinsky 5 keeps the mask of one text for its blocks, and they are computed again later",
+            "cp": "the cross-attention of Kandinsky 5 has a mask for the padding of the text",
         },
         attention_modes=(),
     ),
