@@ -66,7 +66,7 @@ def choose_image_processor_class(tokenizer_class: Any) -> Any:
 
 def load_pretrained_tokenizer(tokenizer_class: Any, path_or_id: str, subfolder: str = "", **options: Any) -> Any:
     """Load a tokenizer from a folder or the hub, and check that it has a vocabulary."""
-    if tokenizer_class is Qwen2VLProcessor:
+    if tokenizer_class.__name__ in ("Qwen2VLProcessor", "Qwen2_5_VLProcessor"):
         tokenizer_class = ImageTextProcessor
     if tokenizer_class in (ImageTextProcessor, ImageTextProcessor3):
         tokenizer = load_pretrained_tokenizer(Qwen2Tokenizer, path_or_id, subfolder, **options)
@@ -149,6 +149,7 @@ def build_byte_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any
         "PixtralProcessor": _build_chat_tokenizer,
         "Qwen3VLProcessor": _build_chat_tokenizer,
         "Qwen2VLProcessor": _build_image_text_processor,
+        "Qwen2_5_VLProcessor": _build_image_text_processor,
         "LlamaTokenizer": _build_llama_tokenizer,
         "GemmaTokenizer": _build_gemma_tokenizer,
         "TokenizersBackend": _build_fast_tokenizer,  # PreTrainedTokenizerFast of transformers 5

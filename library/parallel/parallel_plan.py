@@ -18,10 +18,11 @@ from ..models.base import Family
 from ..registry import copy_class_name
 
 TEXT_LAYER_PATTERN = re.compile(r"\.(add_[qkv]_proj|to_add_out|ff_context|norm1_context|txt_)")
-COLWISE_PATTERN = re.compile(r"\.(to_[qkv]|add_[qkv]_proj|proj_mlp|w1|w3|net\.0\.proj)$")
-ROWWISE_PATTERN = re.compile(r"\.(to_out\.0|to_add_out|w2|net\.2)$")
-
-QUERY_PATTERN = re.compile(r"\.(to_q|img_attn_qkv)$")
+COLWISE_PATTERN = re.compile(
+    r"\.(to_[qkv]|to_(query|key|value)|add_[qkv]_proj|proj_mlp|w1|w3|net\.0\.proj|feed_forward\.in_layer)$"
+)
+ROWWISE_PATTERN = re.compile(r"\.(to_out\.0|to_add_out|w2|net\.2|feed_forward\.out_layer)$|att(entio)?n\.out_layer$")
+QUERY_PATTERN = re.compile(r"\.(to_q|to_query|img_attn_qkv)$")
 """The layers of an attention's queries: one in each attention whose heads are split."""
 
 GATED_ACTIVATIONS = {"GEGLU", "SwiGLU"}

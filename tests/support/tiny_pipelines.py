@@ -1928,6 +1928,74 @@ def kandinsky5_i2v() -> TinyCase:
     return replace(tiny, pack_latents=pack, pack_prediction=lambda prediction: prediction.permute(0, 2, 3, 4, 1)[:, 1:])
 
 
+def _drop_kandinsky6_padding(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The pipeline gives the transformer masks (B, tokens), which the family gives the axes of attention."""
+    mask = arguments.get("encoder_attention_mask")
+    return drop_padding({**arguments, "encoder_attention_mask": None if mask is None else mask.flatten(1)})
+
+
+def kandinsky6_video() -> TinyCase:
+    embeds, pooled, latents = _draw_tensors((9, 32), (16,), (4, 1, HEIGHT // 8, WIDTH // 8))
+    options, pipe = {"num_frames": 1, "sample_audio": False}, _load("random:kandinsky6_video:tiny")
+    module = sys.modules[type(pipe).__module__]
+    template, start = module._PROMPT_TEMPLATE, module._QWEN_CROP_START
+    longest = len(pipe.tokenizer.tokenizer(template.format("a red circle on white ground")).input_ids)
+
+    def scale(pipe: Any, latents: Tensor) -> Tensor:
+        return latents * pipe.vae.config.scaling_factor
+
+    return TinyCase(
+        "kandinsky6_video",
+        pipe,
+        build_batch(latents, {"embeds": list(embeds), "pooled": pooled}),
+        {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled, **options},
+        options,
+        _build_frame_encoder(scale),
+        "random:kandinsky6_video:tiny",
+        pack_prediction=lambda latents: latents.permute(0, 2, 3, 4, 1),
+        encode_clips=_build_clip_encoder(scale),
+        texts={**options, "max_sequence_length": longest - start},  # sums round by the padding
+        simplify_call=_drop_kandinsky6_padding,
+        compares_arguments=False,  # texts that are not padded are rounded in another way
+        tolerances={"rtol": 1e-4, "atol": 1e-5},
+        blocks=("Kandinsky6TransformerEncoderBlock", "Kandinsky6FusedTransformerDecoderBlock"),
+        untrained=r"modulation|audio_|\.(va|av)_",
+    )
+
+
+class RepeatedImage(diffusers.Kandinsky6TI2VAPipeline if hasattr(diffusers, "Kandinsky6TI2VAPipeline") else object):
+    """The pipeline takes an image for each prompt, here the same one, and draws its latents, here their mean."""
+
+    def encode_image(self, *args: Any, **options: Any) -> Tensor:
+        with pytest.MonkeyPatch.context() as patch:
+            module = sys.modules[diffusers.Kandinsky6TI2VAPipeline.__module__]
+            patch.setattr(module, "retrieve_latents", lambda encoded, **more: encoded.latent_dist.mode())
+            return super().encode_image(*args, **options)
+
+    def __call__(self, *args: Any, image: Any = None, **options: Any) -> Any:
+        prompts = next(
+            each for each in (options.get("prompt"), *args, options.get("prompt_embeds")) if each is not None
+        )
+        count = 1 if isinstance(prompts, str) else len(prompts)
+        return super().__call__(*args, image=image and [image] * count, **options)
+
+
+RepeatedImage.__name__ = "Kandinsky6TI2VAPipeline"
+
+
+def kandinsky6_video_from_image() -> TinyCase:
+    """A clip of two latent frames, after which the pipeline adds the given one; what it predicts of that is unused."""
+    tiny, options = kandinsky6_video(), ModelConfig("random:kandinsky6_video:tiny", image_to_video=True)
+    family, model = IMAGE_TO_VIDEO_FAMILIES["kandinsky6_video"], detect_model(options)
+    tiny = _add_frame_images(replace(tiny, family=family, model=model), "image", num_frames=5)
+    given, tiny.pipe.__class__ = list[Tensor](), RepeatedImage
+    tiny.pipe.transformer.register_forward_hook(lambda module, inputs, output: given.append(output[0][:, -1:]))
+    return replace(
+        tiny,
+        pack_prediction=lambda prediction: torch.cat([prediction.permute(0, 2, 3, 4, 1), given[-1]], dim=1),
+    )
+
+
 def sana_video() -> TinyCase:
     tiny, (texts,) = wan("sana_video"), _draw_tensors((13, 24))
     mask, one_frame = torch.tensor([[1] * 13, [1] * 7 + [0] * 6]), {"num_frames": 1}
@@ -2022,6 +2090,8 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "mochi": mochi,
     "kandinsky5_video": kandinsky5_video,
     "kandinsky5_i2v": kandinsky5_i2v,
+    "kandinsky6_video": kandinsky6_video,
+    "kandinsky6_video_from_image": kandinsky6_video_from_image,
     "sana_video": sana_video,
     "hidream": hidream,
     "kandinsky5_image": kandinsky5_image,

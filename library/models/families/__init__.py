@@ -89,6 +89,7 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "mochi": ".mochi:Mochi",
         "kandinsky5_video": ".kandinsky5_video:Kandinsky5Video",
         "kandinsky5_i2v": ".kandinsky5_video:Kandinsky5I2V",
+        "kandinsky6_video": ".kandinsky6_video:Kandinsky6Video",
         "sana_video": ".sana_video:SanaVideo",
     },
 )
@@ -109,12 +110,15 @@ IMAGE_TO_VIDEO_FAMILIES: Mapping[str, str] = {
     "wan22_ti2v": f"{__package__}.wan22_ti2v:WanTI2VFromImage",
     "ltx_video095": f"{__package__}.ltx_video095:LTXVideo095FromImage",
     "ltx2": f"{__package__}.ltx2:LTX2FromImage",
+    "kandinsky6_video": f"{__package__}.kandinsky6_video:Kandinsky6VideoFromImage",
 }
 """The family that trains with ``--image_to_video`` in place of each of these."""
 
 SOUND_FAMILIES: Mapping[str, str] = {
     "ltx2": f"{__package__}.ltx2:LTX2WithSound",
     IMAGE_TO_VIDEO_FAMILIES["ltx2"]: f"{__package__}.ltx2:LTX2FromImageWithSound",
+    "kandinsky6_video": f"{__package__}.kandinsky6_video:Kandinsky6VideoWithSound",
+    IMAGE_TO_VIDEO_FAMILIES["kandinsky6_video"]: f"{__package__}.kandinsky6_video:Kandinsky6VideoFromImageWithSound",
 }
 """The family that trains with ``--train_audio`` in place of each of these."""
 
