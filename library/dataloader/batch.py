@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..dataset.clip_windows import FrameRule
+from ..dataset.clip_windows import FIXED_PREFIX, FrameRule
 from ..diffusion.noise import copy_async
 from .images import BadSample
 
@@ -184,7 +184,9 @@ class PixelBatch:
         cond: Cond | None = None
         if self.cond is not None:
             cond = {
-                name: [_resize_text(value[0], length) for length in lengths] if isinstance(value, list) else value
+                name: [_resize_text(value[0], length) for length in lengths]
+                if isinstance(value, list) and not name.startswith(FIXED_PREFIX)
+                else value
                 for name, value in self.cond.items()
             }
         captions = {"same": self.captions[0], "longer": f"{self.captions[0]} {EXTRA_TEXT}", "shorter": "a"}

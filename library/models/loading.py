@@ -39,7 +39,13 @@ from .model_configs import (
 )
 from .single_file import KeyConversion, build_component, build_key_conversion, load_single_file_component
 from .stored_weights import read_file_weights
-from .tokenizers import build_byte_tokenizer, load_cached_tokenizer, load_pretrained_tokenizer
+from .tokenizers import (
+    PILLOW_PROCESSORS,
+    build_byte_tokenizer,
+    build_pillow_processor_class,
+    load_cached_tokenizer,
+    load_pretrained_tokenizer,
+)
 from .weights import build_empty_model, build_random_component, cast_persistent_buffers
 
 if TYPE_CHECKING:
@@ -371,6 +377,8 @@ def import_model_class(library: str, name: str) -> Any:
     """Import a class listed in model_index.json; only diffusers, its pipelines and transformers are trusted."""
     if name == "T5GemmaEncoder":
         return _build_t5gemma_encoder_class()
+    if name in PILLOW_PROCESSORS:
+        return build_pillow_processor_class(name)
     if library in ("diffusers", "transformers"):
         return getattr(importlib.import_module(library), name)
     pipelines = importlib.import_module("diffusers.pipelines")

@@ -108,7 +108,7 @@ def build_bundled_reader(config: Mapping[str, JsonDict]) -> ConfigReader:
 
 def is_tokenizer(component: str) -> bool:
     """Whether a component has no weights: a tokenizer, or a processor of texts and images with one."""
-    return component.startswith(("tokenizer", "t5_tokenizer", "processor", "text_processor"))
+    return component.startswith(("tokenizer", "t5_tokenizer", "processor", "text_processor", "siglip_processor"))
 
 
 def read_required(read: ConfigReader, name: str) -> JsonDict:

@@ -82,6 +82,8 @@ COUNTS = {
     ("flux2_klein_4b", "transformer"): 3_875_544_576,
     ("z_image", "transformer"): 6_154_908_736,
     ("z_image", "text_encoder"): 4_022_468_096,
+    ("z_image_omni", "transformer"): 6_513_266_880,
+    ("z_image_omni", "siglip"): 427_888_064,
     ("qwen_image", "transformer"): 20_430_401_088,
     ("qwen_image_edit", "transformer"): 20_430_401_088,
     ("qwen_image_edit_plus", "transformer"): 20_430_401_088,

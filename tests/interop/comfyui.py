@@ -38,6 +38,7 @@ MODEL_CLASSES = {  # a family that is not here is not in ComfyUI
     "qwen_image_edit_plus": "QwenImage",
     "qwen_image_layered": "QwenImage",
     "longcat_image_edit": "LongCatImage",
+    "z_image_omni": "Lumina2",
     "ernie_image": "ErnieImage",
     "lumina2": "Lumina2",
     "krea2": "Krea2",

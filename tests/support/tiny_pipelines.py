@@ -444,6 +444,38 @@ def z_image() -> TinyCase:
     )
 
 
+def z_image_omni() -> TinyCase:
+    """Two references, whose sides are multiples of 16, so that the pipeline crops nothing of what SigLIP reads."""
+    tiny, source = z_image(), "random:z_image_omni:tiny"
+    pipe, gradient = _load(source), Image.linear_gradient("L").rotate(30)
+    picture = Image.merge("RGB", [gradient, gradient.rotate(90), gradient.rotate(50)])
+    controls, vae = tuple(picture.resize(size) for size in ((112, 80), (64, 96))), pipe.vae
+    start, between, end = _draw_tensors((4, 32), (3, 32), (2, 32))
+    pieces, latents = {"start": start[0], "between": between[0], "end": end[0]}, []
+    with torch.no_grad():
+        for image in controls:
+            mode = vae.encode(pipe.image_processor.preprocess(image)).latent_dist.mode()
+            latents.append(((mode - vae.config.shift_factor) * vae.config.scaling_factor).expand(2, -1, -1, -1))
+        (grids,) = pipe.prepare_siglip_embeds(list(controls), 1, torch.device("cpu"), torch.float32)
+    pieces |= {f"reference{number}": grid for number, grid in enumerate([*grids, torch.zeros(1, 1, 24)])}
+    embeds, images = tiny.batch.cond["embeds"], {"image": list(controls)}
+    cond = {"embeds": embeds, **{f"fixed_{name}": [row, row] for name, row in pieces.items()}}
+    return replace(
+        tiny,
+        family="z_image_omni",
+        pipe=pipe,
+        batch=replace(tiny.batch, cond=cond, control_latents=tuple(latents)),
+        call={
+            "prompt_embeds": [[pieces["start"], pieces["between"], row, pieces["end"]] for row in embeds],
+            **images,
+        },
+        sizes=images,
+        texts=images,
+        source=source,
+        controls=controls,
+    )
+
+
 def qwen_image() -> TinyCase:
     texts, latents = _draw_tensors((13, 32), (4, HEIGHT // 8, WIDTH // 8))
     embeds = [texts[0], texts[1, :7]]
@@ -1831,6 +1863,7 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "flux2_klein": flux2_klein,
     "flux2_klein_with_references": flux2_klein_with_references,
     "z_image": z_image,
+    "z_image_omni": z_image_omni,
     "qwen_image": qwen_image,
     "qwen_image21": qwen_image21,
     "qwen_image_edit": qwen_image_edit,

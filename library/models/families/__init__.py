@@ -36,6 +36,7 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "flux2_klein": ".flux2:Flux2Klein",
         "flux3": ".flux3:Flux3",
         "z_image": ".z_image:ZImage",
+        "z_image_omni": ".z_image_omni:ZImageOmni",
         "qwen_image": ".qwen_image:QwenImage",
         "qwen_image21": ".qwen_image21:QwenImage21",
         "qwen_image_edit": ".qwen_image_edit:QwenImageEdit",
