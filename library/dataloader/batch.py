@@ -238,12 +238,12 @@ def _copy_corner(images: Tensor, target: Tensor) -> None:
 def _build_zeros(value: Tensor, batch_size: int, size: Sequence[int]) -> Tensor:
     """Build zeros like a tensor of ``frame_cond``, of which latents (B, C, F, H, W) have the size of the batch's.
 
-    Those of a first frame alone have one frame.
+    Those of a first frame alone, or of an image, have one frame.
     """
     if value.ndim != 5:
         return value.new_zeros(batch_size, *value.shape[1:])
     frames = size[0] if value.shape[2] > 1 else 1
-    return value.new_zeros(batch_size, value.shape[1], frames, *size[1:])
+    return value.new_zeros(batch_size, value.shape[1], frames, *size[-2:])
 
 
 def _build_silence(rule: FrameRule, batch_size: int, num_frames: int) -> Tensor | None:

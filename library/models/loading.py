@@ -24,6 +24,7 @@ from ..registry import copy_class_name
 from .checkpoint_inspection import ComponentSource
 from .detect import DetectedModel, detect_model, get_config_reader
 from .families import FAMILIES
+from .families.glm_image import build_prior_tokenizer_class
 from .model_configs import (
     GUIDERS,
     QUANTIZATION,
@@ -377,6 +378,8 @@ def import_model_class(library: str, name: str) -> Any:
     """Import a class listed in model_index.json; only diffusers, its pipelines and transformers are trusted."""
     if name == "T5GemmaEncoder":
         return _build_t5gemma_encoder_class()
+    if name == "GlmImageForConditionalGeneration":
+        return build_prior_tokenizer_class()
     if name in PILLOW_PROCESSORS:
         return build_pillow_processor_class(name)
     if library in ("diffusers", "transformers"):

@@ -31,6 +31,7 @@ NOT_IN_COMFYUI = {
     "bria_fibo_edit",
     "sana",
     "cogview4",
+    "glm_image",
     "flux3",
     "qwen_image21",
     "prx",

@@ -96,6 +96,8 @@ COUNTS = {
     ("qwen_image21", "text_encoder"): 8_767_123_696,
     ("aura_flow", "transformer"): 6_858_605_568,
     ("ernie_image", "transformer"): 8_033_490_048,
+    ("glm_image", "transformer"): 7_044_930_624,
+    ("glm_image", "vision_language_encoder"): 1_200_000_000,
     ("ernie_image", "text_encoder"): 3_849_090_048,
     ("longcat_image", "transformer"): 6_270_668_864,
     ("longcat_image_edit", "transformer"): 6_270_668_864,

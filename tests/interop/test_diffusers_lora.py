@@ -57,7 +57,7 @@ def test_diffusers_predicts_the_same_with_the_file_as_the_model_in_memory(name, 
     [
         *("aura_flow", "ovis_image", "longcat_image", "longcat_image_edit", "ernie_image", "lumina2", "krea2", "sana"),
         "ideogram4",
-        *("cogview4", "anima", "flux3", "qwen_image21", "hunyuan_image", "kolors", "hidream", "kandinsky5_image"),
+        *("cogview4", "glm_image", "z_image_omni", "anima", "flux3", "qwen_image21", "hunyuan_image", "kolors", "hidream", "kandinsky5_image"),
         *(
             "wan",
             "wan_i2v",

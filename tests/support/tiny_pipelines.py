@@ -37,6 +37,7 @@ from diffusers.pipelines.wan.pipeline_wan_video2video import retrieve_latents
 from diffusers.utils.torch_utils import randn_tensor
 from PIL import Image
 from torch import Tensor
+from transformers.models.glm_image.image_processing_pil_glm_image import GlmImageImageProcessorPil
 
 from library.config.schema import ModelConfig
 from library.models.detect import detect_model
@@ -910,6 +911,60 @@ def cogview4() -> TinyCase:
         encodes_prompts_alone=True,
         blocks=("Attention",),
     )
+
+
+def glm_image() -> TinyCase:
+    """Its language model, which would write the image tokens, is left out: they are those of a picture."""
+    pipe, source = _load("random:glm_image:tiny"), "random:glm_image:tiny"
+    gradient = Image.linear_gradient("L").rotate(30).resize((WIDTH, HEIGHT))
+    image = Image.merge("RGB", [gradient, gradient.rotate(180), gradient.rotate(90)])
+    tokens = tokenize_by_processor(pipe.vision_language_encoder.model, image)
+    embeds, latents = _draw_tensors((9, 24), (4, HEIGHT // 8, WIDTH // 8))
+    prior = {
+        "prior": tokens.repeat_interleave(4, 0).repeat_interleave(4, 1)[None, None, None].expand(2, -1, -1, -1, -1)
+    }
+    ids = {"prior_token_ids": tokens.repeat_interleave(2, 0).repeat_interleave(2, 1).flatten()[None]}
+    batch = build_batch(latents, {"embeds": list(embeds), "is_empty": torch.zeros(2, 1)}, (0, 0, 0, 0, HEIGHT, WIDTH))
+
+    def encode(pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+        parts = zip(pixels.split(1), generators, strict=True)
+        draws = [pipe.vae.encode(pixel).latent_dist.sample(generator) for pixel, generator in parts]
+        mean, std = (torch.tensor(each).view(1, -1, 1, 1) for each in list_latent_statistics(pipe.vae))
+        return (torch.cat(draws) - mean) / std
+
+    return TinyCase(
+        "glm_image",
+        pipe,
+        replace(batch, frame_cond=prior),
+        {"prompt_embeds": embeds[:1], **ids},
+        ids,
+        encode,
+        source,
+        texts=ids,
+        build_negative=lambda pipe, text: {},
+        simplify_call=lambda call: {name: value for name, value in call.items() if name != "prior_token_drop"},
+        frame_images=(image,),
+        captions=("a sign with 'red' and \"blue\"", "'7'"),
+        max_rows=1,
+        encodes_prompts_alone=True,
+        blocks=("Attention",),
+    )
+
+
+def list_latent_statistics(vae: Any) -> tuple[list[float], list[float]]:
+    return vae.config.latents_mean, vae.config.latents_std
+
+
+def tokenize_by_processor(model: Any, image: Image.Image) -> Tensor:
+    """The image tokens of a picture (rows, columns) as GLM-Image makes them of one that it edits."""
+    settings = {"patch_size": 16, "merge_size": 1, "temporal_patch_size": 1}
+    processor = GlmImageImageProcessorPil(size={"shortest_edge": 1, "longest_edge": 2048**2}, **settings)
+    inputs = processor(images=[image], return_tensors="pt")
+    ((_, rows, columns),) = inputs["image_grid_thw"].tolist()
+    with torch.no_grad():
+        states = model.visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"]).pooler_output
+        features = states.view(1, rows, columns, -1).permute(0, 3, 1, 2)
+        return model.vqmodel.encode(features).image_tokens.view(rows, columns).int()
 
 
 def anima() -> TinyCase:
@@ -1882,6 +1937,7 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "krea2": krea2,
     "sana": sana,
     "cogview4": cogview4,
+    "glm_image": glm_image,
     "anima": anima,
     "flux3": flux3,
     "hunyuan_image": hunyuan_image,

@@ -54,6 +54,7 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "krea2": ".krea2:Krea2",
         "sana": ".sana:Sana",
         "cogview4": ".cogview4:CogView4",
+        "glm_image": ".glm_image:GlmImage",
         "hidream": ".hidream:HiDream",
         "kolors": ".kolors:Kolors",
         "kandinsky5_image": ".kandinsky5_image:Kandinsky5Image",

@@ -1,6 +1,6 @@
 """Z-Image Omni: Z-Image that reads references, each as clean latents of the VAE and as the tokens of SigLIP.
 
-The text is in pieces: one before each reference, the caption with the end of the references, and one behind the picture.
+The text is in pieces: one before each reference, the caption with the end of the last one, and one behind the picture.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ FACTS = replace(
         class_name="ZImageOmniPipeline",
         kind="edit",
         num_parameters=6_513_266_880,
-        hub_id="Tongyi-MAI/Z-Image-Omni-Base",
+        hub_id="",
     ),
     detection=replace(
         Z_IMAGE_FACTS.detection,
@@ -89,7 +89,8 @@ FACTS = replace(
         Z_IMAGE_FACTS.text,
         components=("text_encoder", "tokenizer", "siglip", "siglip_processor"),
         tokenizer_repo_ids={
-            name: f"Tongyi-MAI/Z-Image-Omni-Base:{name}" for name in ("tokenizer", "siglip_processor")
+            **Z_IMAGE_FACTS.text.tokenizer_repo_ids,
+            "siglip_processor": "google/siglip2-so400m-patch16-naflex",
         },
     ),
     training_noise=TrainingNoiseFacts(
