@@ -58,7 +58,7 @@ FACTS = FamilyFacts(
     title="GLM-Image",
     pipeline=PipelineFacts(
         class_name="GlmImagePipeline",
-        num_parameters=7_044_930_624,
+        num_parameters=6_926_882_880,
         hub_id="zai-org/GLM-Image",
         frame_encoders=("vision_language_encoder",),
     ),
