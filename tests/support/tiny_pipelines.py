@@ -472,6 +472,7 @@ def z_image_omni() -> TinyCase:
         },
         sizes=images,
         texts=images,
+        encode=_build_vae_encoder("FluxInpaintPipeline"),
         source=source,
         controls=controls,
     )

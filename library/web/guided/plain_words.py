@@ -32,7 +32,7 @@ FAMILY_SENTENCES: Mapping[str, str] = {
     "flux2_klein": "A smaller FLUX.2, made for training at home.",
     "flux3": "The newest FLUX at a size for one card.",
     "z_image": "Small and quick for its quality; one of the best choices for cards from 12 GB.",
-    "z_image_omni": "Z-Image that follows other pictures as well; it is trained on pictures with up to three references.",
+    "z_image_omni": "Z-Image that follows other pictures, too; trained on pictures with up to three references.",
     "qwen_image": "Follows long texts very well, in English and Chinese; large.",
     "qwen_image21": "A smaller Qwen-Image that fits on one card.",
     "qwen_image_layered": "Takes a picture apart into layers; it is trained on pictures with their layers.",
