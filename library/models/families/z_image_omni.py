@@ -70,6 +70,7 @@ FACTS = replace(
     ),
     lora=replace(
         Z_IMAGE_FACTS.lora,
+        targets_of="",
         optional_targets=(
             *Z_IMAGE_FACTS.lora.optional_targets,
             *(
@@ -142,7 +143,7 @@ class ZImageOmni(ZImage, ControlTextFamily):
         )
         (grids,) = pipe.prepare_siglip_embeds(list(images), 1, encoder.device, encoder.dtype)
         # Entries of a cache have the same keys, whatever the number of references.
-        grids += [caption.new_zeros(1, 1, encoder.config.hidden_size)] * (MAX_REFERENCES - len(grids))
+        grids += [caption.new_zeros(1, 1, encoder.config.hidden_size) for _ in range(MAX_REFERENCES - len(grids))]
         template = dict(zip(TEMPLATE, (start, between, end), strict=True))
         references = {f"reference{number}": grid for number, grid in enumerate(grids)}
         return {"embeds": caption, **{f"{FIXED_PREFIX}{name}": row for name, row in (template | references).items()}}
@@ -229,7 +230,14 @@ def _compute_grid(processor: Any, size: tuple[int, int]) -> tuple[int, int]:
 
 def _build_pipeline_class(family: ZImageOmni) -> Any:
     """diffusers' pipeline, with the VAE in float32 and, in previews, with the tokens that SigLIP has made before."""
+    import logging
+
+    notices = logging.getLogger("transformers.utils.import_utils")  # of the processor without torchvision
+    level = notices.level
+    notices.setLevel(logging.ERROR)
     from diffusers import ZImageOmniPipeline
+
+    notices.setLevel(level)
 
     class EncodedReferencePipeline(ZImageOmniPipeline):
         given_embeds: list[Tensor] | None = None
