@@ -230,14 +230,7 @@ def _compute_grid(processor: Any, size: tuple[int, int]) -> tuple[int, int]:
 
 def _build_pipeline_class(family: ZImageOmni) -> Any:
     """diffusers' pipeline, with the VAE in float32 and, in previews, with the tokens that SigLIP has made before."""
-    import logging
-
-    notices = logging.getLogger("transformers.utils.import_utils")  # of the processor without torchvision
-    level = notices.level
-    notices.setLevel(logging.ERROR)
     from diffusers import ZImageOmniPipeline
-
-    notices.setLevel(level)
 
     class EncodedReferencePipeline(ZImageOmniPipeline):
         given_embeds: list[Tensor] | None = None
