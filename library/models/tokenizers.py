@@ -5,7 +5,6 @@ import json
 import re
 import tempfile
 from collections.abc import Callable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,6 @@ PILLOW_PROCESSORS = {"Siglip2ImageProcessor": "siglip2"}
 """Processors of images alone, with the package of transformers that has one that resizes with Pillow."""
 
 
-@cache
 def build_pillow_processor_class(name: str) -> Any:
     """Build a processor of images that resizes with Pillow, whatever is installed, under the name in folders."""
     package = PILLOW_PROCESSORS[name]
