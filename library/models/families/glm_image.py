@@ -320,7 +320,9 @@ def _build_pipeline_class() -> Any:
     """diffusers' pipeline with encoded texts of different lengths: ``encoded``, of the prompt and the negative one."""
     from diffusers import GlmImagePipeline
 
-    class EncodedPipeline(GlmImagePipeline):
+    pipeline: Any = GlmImagePipeline
+
+    class EncodedPipeline(pipeline):  # type: ignore[misc]
         encoded: tuple[Tensor, Tensor] | None = None
 
         def __call__(self, *args: Any, encoded: tuple[Tensor, Tensor] | None = None, **kwargs: Any) -> Any:

@@ -232,7 +232,9 @@ def _build_pipeline_class(family: ZImageOmni) -> Any:
     """diffusers' pipeline, with the VAE in float32 and, in previews, with the tokens that SigLIP has made before."""
     from diffusers import ZImageOmniPipeline
 
-    class EncodedReferencePipeline(ZImageOmniPipeline):
+    pipeline: Any = ZImageOmniPipeline
+
+    class EncodedReferencePipeline(pipeline):  # type: ignore[misc]
         given_embeds: list[Tensor] | None = None
 
         def __call__(self, *args: Any, siglip_embeds: list[Tensor] | None = None, **kwargs: Any) -> Any:
