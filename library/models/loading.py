@@ -33,6 +33,7 @@ from .model_configs import (
     ModelError,
     build_folder_reader,
     build_hub_reader,
+    get_config_name,
     is_component,
     is_hub_reachable,
     is_tokenizer,
@@ -340,9 +341,11 @@ def _load_component(
         )
     if is_tokenizer(component):
         if model.source_type == "random":
-            return build_byte_tokenizer(component_class, read_required(read, f"{component}/tokenizer_config.json"))
+            return build_byte_tokenizer(
+                component_class, read_required(read, f"{component}/{get_config_name(component)}")
+            )
         settings, cache_dir = (
-            read_required(read, f"{component}/tokenizer_config.json"),
+            read_required(read, f"{component}/{get_config_name(component)}"),
             family.model_config.tokenizer_cache_dir,
         )
         return load_cached_tokenizer(

@@ -111,6 +111,13 @@ def is_tokenizer(component: str) -> bool:
     return component.startswith(("tokenizer", "t5_tokenizer", "processor", "text_processor", "siglip_processor"))
 
 
+def get_config_name(component: str) -> str:
+    """Return the JSON file that each folder of a component has."""
+    if component == "siglip_processor":  # of images alone
+        return "preprocessor_config.json"
+    return "tokenizer_config.json" if is_tokenizer(component) else "config.json"
+
+
 def read_required(read: ConfigReader, name: str) -> JsonDict:
     """Read a JSON file, or raise ``ModelError`` if it is missing."""
     data = read(name)

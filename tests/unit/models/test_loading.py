@@ -12,6 +12,7 @@ from family_cases import build_case, each_family, get_modules, make_generators, 
 from loaded_weights import assert_same_weights, list_loaded_components
 from safetensors.torch import load_file
 from tiny_pipelines import TINY
+from transformers import ByT5Tokenizer
 
 from library.errors import ConfigError
 from library.models import loading
@@ -99,8 +100,10 @@ def test_a_model_with_fp16_weights_only_is_loaded(each_family, tmp_path):
 
 def test_a_tokenizer_without_vocabulary_is_reported(each_family, tmp_path):
     family, tiny = each_family
-    tiny.pipe.save_pretrained(tmp_path)
     (part, *_) = family.facts.text.tokenizer_repo_ids
+    if isinstance(getattr(tiny.pipe, part), ByT5Tokenizer):
+        pytest.skip("a tokenizer of bytes has no vocabulary")
+    tiny.pipe.save_pretrained(tmp_path)
     for path in (tmp_path / part).iterdir():
         if path.name != "tokenizer_config.json":
             path.unlink()
