@@ -14,6 +14,8 @@ FRAME_EXTRACTIONS: tuple[FrameExtraction, ...] = get_args(FrameExtraction)
 TextImages = Literal["none", "controls", "first frame"]
 """The images that a text encoder reads together with a caption: those of editing models, or of a clip its first frame,
 so that its outputs belong to a window and not to a caption alone."""
+FIXED_PREFIX = "fixed_"
+"""The beginning of the keys of text conditioning that a longer caption does not make longer."""
 
 VAE_FRAME_STRIDE = 4
 """Most video autoencoders make one latent frame of the first frame, and one of each four that follow."""

@@ -1,5 +1,6 @@
 """Tokenizers for models that contain none: single-file checkpoints, and models with random weights."""
 
+import importlib
 import json
 import re
 import tempfile
@@ -64,6 +65,18 @@ def choose_image_processor_class(tokenizer_class: Any) -> Any:
     return ImageTextProcessor3 if tokenizer_class is Qwen3VLProcessor else tokenizer_class
 
 
+PILLOW_PROCESSORS = {"Siglip2ImageProcessor": "siglip2"}
+"""Processors of images alone, with the package of transformers that has one that resizes with Pillow."""
+
+
+def build_pillow_processor_class(name: str) -> Any:
+    """Build a processor of images that resizes with Pillow, whatever is installed, under the name in folders."""
+    package = PILLOW_PROCESSORS[name]
+    module = importlib.import_module(f"transformers.models.{package}.image_processing_pil_{package}")
+    original = getattr(module, f"{name}Pil")
+    return type(name, (original,), {"__module__": original.__module__})
+
+
 def load_pretrained_tokenizer(tokenizer_class: Any, path_or_id: str, subfolder: str = "", **options: Any) -> Any:
     """Load a tokenizer from a folder or the hub, and check that it has a vocabulary."""
     if tokenizer_class.__name__ in ("Qwen2VLProcessor", "Qwen2_5_VLProcessor"):
@@ -72,6 +85,8 @@ def load_pretrained_tokenizer(tokenizer_class: Any, path_or_id: str, subfolder: 
         tokenizer = load_pretrained_tokenizer(Qwen2Tokenizer, path_or_id, subfolder, **options)
         files = {"subfolder": subfolder, "local_files_only": options.get("local_files_only", False)}
         return tokenizer_class(Qwen2VLImageProcessorPil.from_pretrained(path_or_id, **files), tokenizer)
+    if tokenizer_class.__name__ in PILLOW_PROCESSORS:
+        return tokenizer_class.from_pretrained(path_or_id, subfolder=subfolder, **options)
     if tokenizer_class.__name__ == "Qwen3VLProcessor":
         tokenizer_class = Qwen2Tokenizer  # texts need no more, and the processor of videos needs torchvision
     if tokenizer_class is LlamaTokenizer and _has_byte_level_file(path_or_id, subfolder, options):
@@ -152,6 +167,7 @@ def build_byte_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any
         "Qwen2_5_VLProcessor": _build_image_text_processor,
         "LlamaTokenizer": _build_llama_tokenizer,
         "GemmaTokenizer": _build_gemma_tokenizer,
+        **dict.fromkeys(PILLOW_PROCESSORS, lambda processor_class, settings: processor_class(**settings)),
         "TokenizersBackend": _build_fast_tokenizer,  # PreTrainedTokenizerFast of transformers 5
     }
     return builders[tokenizer_class.__name__](tokenizer_class, config)

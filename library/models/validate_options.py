@@ -342,7 +342,11 @@ def _validate_frames(prompt: Prompt, model: DetectedModel) -> Iterator[Problem]:
     for key, value in (("image_path", prompt.first_image), ("end_image_path", prompt.last_image)):
         if key in facts.sampling.frame_images and value is None:
             flag, word = ("--i", "begins") if key == "image_path" else ("--ei", "ends")
-            text = f"a clip of {facts.title} {word} with an image" if rule else f"{facts.title} begins with an image"
+            text = (
+                f"a clip of {facts.title} {word} with an image"
+                if rule
+                else f"a preview of {facts.title} is made after an image"
+            )
             yield prompt.report(key, text, f"give one with {flag}")
     ends = {"image_path": prompt.first_image, "end_image_path": prompt.last_image}
     for key, word in (("image_path", "begin"), ("end_image_path", "end")):

@@ -277,7 +277,7 @@ def validate_slider_family(
     elif build_control_limits(detected).describe_problem(0) or facts.text_images == "controls":
         reason = "needs control images"
     elif type(family).encode_frame_cond is not Family.encode_frame_cond:
-        reason = "needs the frames of clips themselves"
+        reason = f"needs the {'pictures' if facts.pipeline.frames is None else 'frames of clips'} themselves"
     if reason:
         fix = "use a model that makes its pictures or clips of texts alone"
         yield Problem("slider_prompts", f"{facts.title} {reason}", fix, others=("pretrained_model_name_or_path",))

@@ -155,7 +155,7 @@ BLOCKS = {
 }
 """Block classes of diffusers in which the reference trainer of a family trains the linear layers."""
 EXCLUDED = {
-    "z_image": r"_modulation|_refiner",
+    **dict.fromkeys(("z_image", "z_image_omni"), r"_modulation|_refiner"),
     **dict.fromkeys(("qwen_image", "qwen_image_edit", "qwen_image_edit_plus", "qwen_image_layered"), r"_mod\."),
     "aura_flow": r"norm1|\.ff",
     "ovis_image": r"norm|\.ff|\.proj_",

@@ -32,6 +32,7 @@ NOT_IN_COMFYUI = {
     "bria_fibo2",
     "sana",
     "cogview4",
+    "glm_image",
     "flux3",
     "qwen_image21",
     "prx",

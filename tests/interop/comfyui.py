@@ -40,6 +40,7 @@ MODEL_CLASSES = {  # a family that is not here is not in ComfyUI
     "longcat_image_edit": "LongCatImage",
     "joyimage_edit": "JoyImage",
     "joyimage_edit_plus": "JoyImage",
+    "z_image_omni": "Lumina2",
     "ernie_image": "ErnieImage",
     "lumina2": "Lumina2",
     "krea2": "Krea2",

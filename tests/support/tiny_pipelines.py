@@ -38,6 +38,7 @@ from diffusers.pipelines.wan.pipeline_wan_video2video import retrieve_latents
 from diffusers.utils.torch_utils import randn_tensor
 from PIL import Image
 from torch import Tensor
+from transformers.models.glm_image.image_processing_pil_glm_image import GlmImageImageProcessorPil
 
 from library.config.schema import ModelConfig
 from library.models.detect import detect_model
@@ -443,6 +444,39 @@ def z_image() -> TinyCase:
         encode_reference,
         "random:z_image:tiny",
         guidance_off=0.0,
+    )
+
+
+def z_image_omni() -> TinyCase:
+    """Two references, whose sides are multiples of 16, so that the pipeline crops nothing of what SigLIP reads."""
+    tiny, source = z_image(), "random:z_image_omni:tiny"
+    pipe, gradient = _load(source), Image.linear_gradient("L").rotate(30)
+    picture = Image.merge("RGB", [gradient, gradient.rotate(90), gradient.rotate(50)])
+    controls, vae = tuple(picture.resize(size) for size in ((112, 80), (64, 96))), pipe.vae
+    start, between, end = _draw_tensors((4, 32), (3, 32), (2, 32))
+    pieces, latents = {"start": start[0], "between": between[0], "end": end[0]}, []
+    with torch.no_grad():
+        for image in controls:
+            mode = vae.encode(pipe.image_processor.preprocess(image)).latent_dist.mode()
+            latents.append(((mode - vae.config.shift_factor) * vae.config.scaling_factor).expand(2, -1, -1, -1))
+        (grids,) = pipe.prepare_siglip_embeds(list(controls), 1, torch.device("cpu"), torch.float32)
+    pieces |= {f"reference{number}": grid for number, grid in enumerate([*grids, torch.zeros(1, 1, 24)])}
+    embeds, images = tiny.batch.cond["embeds"], {"image": list(controls)}
+    cond = {"embeds": embeds, **{f"fixed_{name}": [row, row] for name, row in pieces.items()}}
+    return replace(
+        tiny,
+        family="z_image_omni",
+        pipe=pipe,
+        batch=replace(tiny.batch, cond=cond, control_latents=tuple(latents)),
+        call={
+            "prompt_embeds": [[pieces["start"], pieces["between"], row, pieces["end"]] for row in embeds],
+            **images,
+        },
+        sizes=images,
+        texts=images,
+        encode=_build_vae_encoder("FluxInpaintPipeline"),
+        source=source,
+        controls=controls,
     )
 
 
@@ -1001,6 +1035,60 @@ def cogview4() -> TinyCase:
         encodes_prompts_alone=True,
         blocks=("Attention",),
     )
+
+
+def glm_image() -> TinyCase:
+    """Its language model, which would write the image tokens, is left out: they are those of a picture."""
+    pipe, source = _load("random:glm_image:tiny"), "random:glm_image:tiny"
+    gradient = Image.linear_gradient("L").rotate(30).resize((WIDTH, HEIGHT))
+    image = Image.merge("RGB", [gradient, gradient.rotate(180), gradient.rotate(90)])
+    tokens = tokenize_by_processor(pipe.vision_language_encoder.model, image)
+    embeds, latents = _draw_tensors((9, 24), (4, HEIGHT // 8, WIDTH // 8))
+    prior = {
+        "prior": tokens.repeat_interleave(4, 0).repeat_interleave(4, 1)[None, None, None].expand(2, -1, -1, -1, -1)
+    }
+    ids = {"prior_token_ids": tokens.repeat_interleave(2, 0).repeat_interleave(2, 1).flatten()[None]}
+    batch = build_batch(latents, {"embeds": list(embeds), "is_empty": torch.zeros(2, 1)}, (0, 0, 0, 0, HEIGHT, WIDTH))
+
+    def encode(pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+        parts = zip(pixels.split(1), generators, strict=True)
+        draws = [pipe.vae.encode(pixel).latent_dist.sample(generator) for pixel, generator in parts]
+        mean, std = (torch.tensor(each).view(1, -1, 1, 1) for each in list_latent_statistics(pipe.vae))
+        return (torch.cat(draws) - mean) / std
+
+    return TinyCase(
+        "glm_image",
+        pipe,
+        replace(batch, frame_cond=prior),
+        {"prompt_embeds": embeds[:1], **ids},
+        ids,
+        encode,
+        source,
+        texts=ids,
+        build_negative=lambda pipe, text: {},
+        simplify_call=lambda call: {name: value for name, value in call.items() if name != "prior_token_drop"},
+        frame_images=(image,),
+        captions=("a sign with 'red' and \"blue\"", "'7'"),
+        max_rows=1,
+        encodes_prompts_alone=True,
+        blocks=("Attention",),
+    )
+
+
+def list_latent_statistics(vae: Any) -> tuple[list[float], list[float]]:
+    return vae.config.latents_mean, vae.config.latents_std
+
+
+def tokenize_by_processor(model: Any, image: Image.Image) -> Tensor:
+    """The image tokens of a picture (rows, columns) as GLM-Image makes them of one that it edits."""
+    settings = {"patch_size": 16, "merge_size": 1, "temporal_patch_size": 1}
+    processor = GlmImageImageProcessorPil(size={"shortest_edge": 1, "longest_edge": 2048**2}, **settings)
+    inputs = processor(images=[image], return_tensors="pt")
+    ((_, rows, columns),) = inputs["image_grid_thw"].tolist()
+    with torch.no_grad():
+        states = model.visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"]).pooler_output
+        features = states.view(1, rows, columns, -1).permute(0, 3, 1, 2)
+        return model.vqmodel.encode(features).image_tokens.view(rows, columns).int()
 
 
 def anima() -> TinyCase:
@@ -2037,6 +2125,7 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "flux2_klein": flux2_klein,
     "flux2_klein_with_references": flux2_klein_with_references,
     "z_image": z_image,
+    "z_image_omni": z_image_omni,
     "qwen_image": qwen_image,
     "qwen_image21": qwen_image21,
     "qwen_image_edit": qwen_image_edit,
@@ -2058,6 +2147,7 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "krea2": krea2,
     "sana": sana,
     "cogview4": cogview4,
+    "glm_image": glm_image,
     "anima": anima,
     "flux3": flux3,
     "hunyuan_image": hunyuan_image,

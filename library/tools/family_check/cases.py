@@ -89,6 +89,8 @@ class TinyCase:
     """The control images that the text encoder reads with each prompt."""
     frame_images: tuple[Image, ...] = ()
     """The images that the clip begins and ends with, in the order of ``sampling.frame_images``."""
+    captions: tuple[str, str] = ("a red circle on white ground", "Blau, 7")
+    """Texts that are encoded in another way than each other."""
     num_frames: int = 1
     """Frames of the clip."""
     dropped_frames: int = 0
