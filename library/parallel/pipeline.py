@@ -25,7 +25,7 @@ from ..distributed.communicator import Communicator
 from ..distributed.step_phases import record_phase
 from .device_mesh_strategy import DeviceMeshStrategy
 from .gradient_accumulation import TrainingTask
-from .parallel_plan import Activations, BlockSequence, ParallelPlan
+from .parallel_plan import Activations, BlockSequence, ParallelPlan, name_experts
 from .pipeline_stages import StageBoundary, StageRunner, broadcast_stage_output, partition_blocks
 from .pipeline_weights import PipelineWeights, fill_missing_gradients
 from .strategy import StrategySettings
@@ -52,12 +52,7 @@ class PipelineStrategy(DeviceMeshStrategy):
 
     def _partition_model(self, model: nn.Module, plan: ParallelPlan) -> None:
         denoiser, sequence = plan.denoiser or model, plan.block_sequence
-        checkpoint_function: Any = None
-        # Checkpoint single blocks, without the communication between them; UNets do so themselves, inside of blocks.
-        if getattr(denoiser, "gradient_checkpointing", False):
-            denoiser.gradient_checkpointing = False  # type: ignore[assignment]
-            checkpoint_function = denoiser._gradient_checkpointing_func
-        self.stage_runner = StageRunner(sequence, checkpoint_function)
+        self.stage_runner = StageRunner(sequence, _take_checkpoint_function(denoiser))
         self._assign_stages(sequence.count_block_parameters())
         self._drop_remote_weights(sequence)
         super()._partition_model(model, plan)
@@ -74,7 +69,7 @@ class PipelineStrategy(DeviceMeshStrategy):
 
     def _drop_remote_weights(self, block_sequence: BlockSequence) -> None:
         """Move the frozen weights of other stages' blocks to the meta device."""
-        for index, block in enumerate(block_sequence.blocks):
+        for index, block in block_sequence.iter_places():
             if isinstance(self._sharded, PipelineWeights):
                 self._sharded.add_block(block, self._find_owner(index))
             elif index not in self._local_blocks:
@@ -82,11 +77,12 @@ class PipelineStrategy(DeviceMeshStrategy):
                     for name, weight in list(module.named_parameters(recurse=False)):
                         if not weight.requires_grad and not weight.is_meta:
                             module.register_parameter(name, nn.Parameter(weight.to("meta"), requires_grad=False))
-        blocks, bounds = block_sequence.blocks, self.stage_bounds
+        blocks, bounds = [block for _, block in block_sequence.iter_places()], self.stage_bounds
         mib = sum(item.nbytes for block in blocks for item in block.parameters() if not item.is_meta) / 2**20
         ranges = " and ".join(f"{bounds[stage] + 1} to {bounds[stage + 1]}" for stage in self.local_stages)
-        rank = f"rank {self.pipeline_stage + 1} of {self.dims.pp}"
-        logger.info("pipeline: %s has blocks %s of %d (%.1f MiB)", rank, ranges, len(blocks), mib)
+        rank, experts = f"rank {self.pipeline_stage + 1} of {self.dims.pp}", len(block_sequence.other_experts) + 1
+        of = f"{bounds[-1]} of each expert" if experts > 1 else f"{bounds[-1]}"
+        logger.info("pipeline: %s has blocks %s of %s (%.1f MiB)", rank, ranges, of, mib)
 
     def _find_owner(self, index: int) -> int:
         """Find the rank in the pipeline that has a block."""
@@ -94,7 +90,7 @@ class PipelineStrategy(DeviceMeshStrategy):
         return stage % self.dims.pp
 
     def _all_reduce_gradients(self, divisor: int) -> None:
-        if self.trains_base:
+        if self.keeps_missing_gradients:
             trained = [each for each in self.model.parameters() if each.requires_grad]
             fill_missing_gradients(trained, self.stage_group, self.device)
         super()._all_reduce_gradients(divisor)
@@ -219,6 +215,19 @@ class PipelineSchedules:
         if pipeline.schedule == "1f1b" and count >= num_stages:
             return Schedule1F1B(stages[0], **settings)
         return ScheduleGPipe(stages[0], **settings)
+
+
+def _take_checkpoint_function(denoiser: nn.Module) -> Callable[..., Any] | None:
+    """Switch activation checkpointing of a denoiser off, and return the function that checkpoints single blocks.
+
+    Stages checkpoint blocks without the communication between them; UNets do so themselves, inside of blocks.
+    """
+    function: Any = None
+    for expert in name_experts(denoiser).values():
+        if getattr(expert, "gradient_checkpointing", False):
+            expert.gradient_checkpointing = False  # type: ignore[assignment]
+            function = expert._gradient_checkpointing_func
+    return function
 
 
 def _sum_loss(loss: Tensor, target: Tensor) -> Tensor:
