@@ -183,7 +183,9 @@ class ContextParallel:
             value, num_axes = arguments.get(name), plan.token_arg_dims.get(name)
             if value is not None and num_axes in (None, getattr(value, "ndim", None)):
                 arguments[name] = self._slice_argument(value, token_axes)
-        skipped = {call for name, calls in plan.skipped_attention_calls.items() if arguments.get(name) for call in calls}
+        skipped = {
+            call for name, calls in plan.skipped_attention_calls.items() if arguments.get(name) for call in calls
+        }
         calls = (renumber_calls(each, skipped) for each in (plan.text_attention_calls, plan.gathered_attention_calls))
         with _AttentionOverride(self, *calls) as attention:
             output = block_forward(*bound.args, **bound.kwargs)

@@ -160,7 +160,8 @@ def build_run(
         logger.info("%s", line)
     _store_frozen_base(config, strategy, trained)
     groups = _build_groups(config, family, trained, adapter)
-    optimizer = _build_optimizer(config.optim, groups, is_sharded=strategy.shard_group is not None)
+    kinds = {"is_sharded": strategy.shard_group is not None, "is_partly_idle": trained.is_partly_idle}
+    optimizer = _build_optimizer(config.optim, groups, **kinds)
     compilation = _compile_or_fuse(config.distributed, config.train, config.cache, strategy, trained, prepared=prepared)
     if swap is not None:
         swap.watch(trained.denoiser)
@@ -419,11 +420,11 @@ def _build_oom_recovery(config: TrainConfig, trainable: TrainableModules) -> Oom
 
 
 def _build_optimizer(
-    config: OptimConfig, groups: Sequence[optimizers.ParamGroup], *, is_sharded: bool
+    config: OptimConfig, groups: Sequence[optimizers.ParamGroup], **kinds: bool
 ) -> torch.optim.Optimizer:
     for line in find_learning_rate_warnings(config, groups):
         logger.warning("%s", line)
-    optimizer = optimizers.build_optimizer(config, groups, is_sharded=is_sharded)
+    optimizer = optimizers.build_optimizer(config, groups, **kinds)
     logger.info("optimizer: %s", optimizers.describe_optimizer(optimizer))
     return optimizer
 

@@ -123,17 +123,21 @@ LAYOUTS = {
 OPTIMIZER = "--optimizer_type SGD --optimizer_args momentum=0.9 weight_decay=0.1".split()
 
 
+@pytest.fixture(scope="module")
+def single(dataset, tmp_path_factory) -> dict[str, torch.Tensor]:
+    folder = tmp_path_factory.mktemp("single")
+    run_on_ranks(1, train, *build_flags(dataset, folder, *OPTIMIZER, "--gradient_accumulation_steps", "2"))
+    return load_file(folder / "lora.safetensors")
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_train_sound_as_one_does(layout, dataset, tmp_path):
-    files = []
-    for ranks, more in ((1, ("--gradient_accumulation_steps", "2")), (2, LAYOUTS[layout])):
-        flags = build_flags(dataset, tmp_path / str(ranks), *OPTIMIZER, *more)
-        run_on_ranks(ranks, train, *flags)
-        files.append(load_file(tmp_path / str(ranks) / "lora.safetensors"))
-    ups = [key for key in files[0] if "lora_B" in key]
-    largest = max(float(files[0][key].abs().max()) for key in ups if "audio" in key)
+def test_two_ranks_train_sound_as_one_does(layout, single, dataset, tmp_path):
+    run_on_ranks(2, train, *build_flags(dataset, tmp_path, *OPTIMIZER, *LAYOUTS[layout]))
+    split = load_file(tmp_path / "lora.safetensors")
+    ups = [key for key in single if "lora_B" in key]
+    largest = max(float(single[key].abs().max()) for key in ups if "audio" in key)
     assert ups and largest > 0
-    assert max(float((files[1][key] - files[0][key]).abs().max()) for key in ups) < 1e-5 * largest
+    assert max(float((split[key] - single[key]).abs().max()) for key in ups) < 1e-5 * largest
 
 
 def test_what_cannot_train_sound_is_refused():
