@@ -207,6 +207,8 @@ class BlockFacts:
     """The arguments that a block gets from the previous block, in the order in which it returns them."""
     unsharded_args: tuple[str, ...] = ()
     """The part of ``activation_args`` whose tokens context parallelism leaves whole on every rank."""
+    sound_args: tuple[str, ...] = ()
+    """The part of ``activation_args`` that has no part in the result of a batch without sound."""
     token_args: Mapping[str, tuple[tuple[int, tuple[str, ...]], ...]] = field(default_factory=dict)
     """The token axis of each tensor in a block argument that is no activation, and the ``activation_args`` whose
     tokens this axis covers, in order; a tensor may have one entry there for all tokens."""

@@ -181,6 +181,8 @@ class ParallelPlan:
     tensor_parallel: TensorParallelPlan = field(default_factory=dict)
     unsharded_args: tuple[str, ...] = ()
     """The activations whose tokens every rank has whole."""
+    sound_args: tuple[str, ...] = ()
+    """The activations that have no part in the result of a batch without sound."""
     block_token_args: TokenAxes = field(default_factory=dict)
     """Block arguments with tokens besides the activations, which all have them along axis 1."""
     layer_token_streams: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -225,6 +227,7 @@ def build_parallel_plan(family: Family, denoiser: nn.Module) -> ParallelPlan:
     return ParallelPlan(
         block_sequence=build_block_sequence(family, denoiser),
         unsharded_args=facts.unsharded_args,
+        sound_args=facts.sound_args,
         tensor_parallel=build_tensor_parallel_plan(denoiser, facts.fused_layers),
         block_token_args=facts.token_args,
         token_arg_dims=facts.token_arg_dims,

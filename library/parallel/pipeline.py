@@ -52,6 +52,8 @@ class PipelineStrategy(DeviceMeshStrategy):
 
     def _partition_model(self, model: nn.Module, plan: ParallelPlan) -> None:
         denoiser, sequence = plan.denoiser or model, plan.block_sequence
+        self.sound_activations = {sequence.activation_args.index(name) for name in plan.sound_args}
+        """The places of the activations that have no part in the result of a batch without sound."""
         self.stage_runner = StageRunner(sequence, _take_checkpoint_function(denoiser))
         self._assign_stages(sequence.count_block_parameters())
         self._drop_remote_weights(sequence)
@@ -256,7 +258,12 @@ class StageModule(nn.Module):
                 loss = step.compute_loss(batch)
         except StageBoundary as boundary:
             apply: Any = _StageOutput.apply
-            return tuple(apply(tensor, self._schedules.pipeline.grad_anchor) for tensor in boundary.activations)
+            pipeline, is_silent = self._schedules.pipeline, step.batches[int(index)].sound is None
+            idle = pipeline.sound_activations if is_silent else ()
+            return tuple(
+                apply(tensor, pipeline.grad_anchor, place not in idle)
+                for place, tensor in enumerate(boundary.activations)
+            )
         if not self._is_last:
             raise AssertionError("a stage that is not the last ran to the end of the model")
         return loss[None]
@@ -291,12 +298,16 @@ class _ContiguousGradient(torch.autograd.Function):
 
 
 class _StageOutput(torch.autograd.Function):
-    """Contiguous copy that requires grad through ``anchor``, also where a stage has no trainable parameters."""
+    """Contiguous copy that requires grad through ``anchor``, also where a stage has no trainable parameters.
+
+    For an output without a part in the result, torch's stages send a gradient of zeros, which is none on one process.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, anchor: Tensor) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, anchor: Tensor, has_part: bool) -> Tensor:
+        ctx.has_part = has_part
         return tensor.clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0], None
+        return gradients[0] if ctx.has_part else None, None, None

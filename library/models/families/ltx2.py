@@ -126,6 +126,7 @@ FACTS = replace(
         lists=("transformer_blocks",),
         activation_args=("hidden_states", "audio_hidden_states"),
         unsharded_args=("audio_hidden_states",),
+        sound_args=("audio_hidden_states",),
         # Positions of the pictures' tokens, and their times, of which there is one where no frame is given.
         token_args={
             **dict.fromkeys(("video_rotary_emb", "ca_video_rotary_emb"), ((2, ("hidden_states",)),) * 2),
