@@ -339,7 +339,7 @@ def _add_sound(facts: FamilyFacts) -> FamilyFacts:
     """The facts of the model trained with sound: its layers get a LoRA, too, and its decoder is loaded for previews."""
     pipeline, blocks, rule = facts.pipeline, facts.blocks, facts.pipeline.frames or FrameRule()
     names = (f"{attention}.{name}" for attention in _SOUND_ATTENTIONS for name in _PROJECTIONS)
-    refused = {"cuda_graphs": _SILENT_STEPS, "deepspeed": _NO_ZEROS}
+    refused = {**dict.fromkeys(("compile", "cuda_graphs"), _SILENT_STEPS), "deepspeed": _NO_ZEROS}
     return replace(
         facts,
         title=f"{facts.title} with sound",
