@@ -224,10 +224,11 @@ def _take_checkpoint_function(denoiser: nn.Module) -> Callable[..., Any] | None:
 
     Stages checkpoint blocks without the communication between them; UNets do so themselves, inside of blocks.
     """
-    function: Any = None
-    for expert in name_experts(denoiser).values():
+    function: Callable[..., Any] | None = None
+    experts: list[Any] = [*name_experts(denoiser).values()]
+    for expert in experts:
         if getattr(expert, "gradient_checkpointing", False):
-            expert.gradient_checkpointing = False  # type: ignore[assignment]
+            expert.gradient_checkpointing = False
             function = expert._gradient_checkpointing_func
     return function
 
