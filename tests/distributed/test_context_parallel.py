@@ -112,7 +112,7 @@ CASES = [
 
 
 def compare_gathered_attention() -> tuple[float, float]:
-    """The same for queries that every rank has, such as sound's, of which every rank goes on with a part of its own."""
+    """Return these differences for queries that every rank has, where each rank has a loss of its own."""
     group, length = ProcessGroupAllToAll(dist.group.WORLD), 7
     context_parallel = ContextParallel(group)
     context_parallel._shards = shards = SequenceShards({"image": length}, group.rank, group.size)
