@@ -30,7 +30,7 @@ from ..facts import (
 )
 from ..family_noise_levels import LOGIT_NORMAL, WEIGHTED, TrainingNoiseFacts
 from ..model_configs import CONNECTOR_TOKENS, ConfigReader, ModelError, get_downscale_factor, read_required
-from ..trained_sound import TrainedSound
+from ..trained_sound import SILENT_STEPS, TrainedSound
 from .ltx_video import FACTS as LTX_FACTS
 from .ltx_video import FRAME_STRIDE, OUTER_NAMES, LTXVideo, match_ltx_video, rename_outer_modules
 
@@ -330,15 +330,14 @@ class LTX2FromImage(CleanFirstFrame, LTX2):
 
 
 _SOUND_ATTENTIONS = ("audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
-_SILENT_STEPS = "steps of clips without sound give the layers of sound no gradient (train_audio)"
-_NO_ZEROS = f"DeepSpeed takes a missing gradient for zeros, and {_SILENT_STEPS}"
+_NO_ZEROS = f"DeepSpeed takes a missing gradient for zeros, and {SILENT_STEPS}"
 
 
 def _add_sound(facts: FamilyFacts) -> FamilyFacts:
     """The facts of the model trained with sound: its layers get a LoRA, too, and its decoder is loaded for previews."""
     pipeline, blocks, rule = facts.pipeline, facts.blocks, facts.pipeline.frames or FrameRule()
     names = (f"{attention}.{name}" for attention in _SOUND_ATTENTIONS for name in _PROJECTIONS)
-    refused = {**dict.fromkeys(("compile", "cuda_graphs"), _SILENT_STEPS), "deepspeed": _NO_ZEROS}
+    refused = {**dict.fromkeys(("compile", "cuda_graphs"), SILENT_STEPS), "deepspeed": _NO_ZEROS}
     return replace(
         facts,
         title=f"{facts.title} with sound",
