@@ -408,7 +408,7 @@ class MetaRun:
         if tp_group.size > 1:
             weights = TensorParallelWeights(None, META) if self.adapter is None else None
             sharding = TensorParallel(0, tp_group.size, tp_group.all_reduce, weights)
-            sharding.shard_layers(self.denoiser, plan.tensor_parallel)
+            sharding.shard_layers(self.denoiser, plan.tensor_parallel, plan.head_args)
         context = _MetaContextParallel(cp_group, self._dtype) if cp_group.size > 1 else None
         if context is not None:
             context.wrap_blocks(self.denoiser, plan)

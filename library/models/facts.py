@@ -207,9 +207,15 @@ class BlockFacts:
     """The arguments that a block gets from the previous block, in the order in which it returns them."""
     unsharded_args: tuple[str, ...] = ()
     """The part of ``activation_args`` whose tokens context parallelism leaves whole on every rank."""
+    sound_args: tuple[str, ...] = ()
+    """The part of ``activation_args`` that has no part in the result of a batch without sound."""
     token_args: Mapping[str, tuple[tuple[int, tuple[str, ...]], ...]] = field(default_factory=dict)
     """The token axis of each tensor in a block argument that is no activation, and the ``activation_args`` whose
     tokens this axis covers, in order; a tensor may have one entry there for all tokens."""
+    token_arg_dims: Mapping[str, int] = field(default_factory=dict)
+    """The axes of those ``token_args`` which have tokens only if they have as many axes."""
+    head_args: Mapping[str, int] = field(default_factory=dict)
+    """The axis of the heads in the tensors of an argument of attention layers, which tensor parallelism splits."""
     single_stream_lists: tuple[str, ...] = ()
     """The part of ``lists`` whose layers get text and image tokens together."""
     token_layouts: Mapping[str, TokenLayout] = field(default_factory=dict)
@@ -221,7 +227,12 @@ class BlockFacts:
     text_attention_calls: tuple[int, ...] = ()
     """Indices of the attention calls in a block that attend to a text that is not in ``activation_args``."""
     text_attention_layers: tuple[str, ...] = ()
-    """Name suffixes of the key and value projections of ``text_attention_calls``."""
+    """Name suffixes of the key and value projections of ``text_attention_calls``, and of other layers of blocks that
+    see no tokens which context parallelism shards."""
+    gathered_attention_calls: tuple[int, ...] = ()
+    """Indices of the attention calls in a block in which one of the ``unsharded_args`` attends to sharded tokens."""
+    skipped_attention_calls: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Indices of the attention calls that a block leaves out if this argument of it is true."""
     fused_layers: Mapping[str, tuple[Literal["colwise", "rowwise"], tuple[int, ...]]] = field(default_factory=dict)
     """How tensor parallelism splits layers with fused parts or unusual names, by a pattern of their names; and the
     ratio of the parts' sizes, each of which is split."""

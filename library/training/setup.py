@@ -160,7 +160,7 @@ def build_run(
         logger.info("%s", line)
     _store_frozen_base(config, strategy, trained)
     groups = _build_groups(config, family, trained, adapter)
-    optimizer = _build_optimizer(config.optim, groups, is_sharded=strategy.shard_group is not None)
+    optimizer = _build_optimizer(config.optim, groups, strategy, trained)
     compilation = _compile_or_fuse(config.distributed, config.train, config.cache, strategy, trained, prepared=prepared)
     if swap is not None:
         swap.watch(trained.denoiser)
@@ -420,11 +420,12 @@ def _build_oom_recovery(config: TrainConfig, trainable: TrainableModules) -> Oom
 
 
 def _build_optimizer(
-    config: OptimConfig, groups: Sequence[optimizers.ParamGroup], *, is_sharded: bool
+    config: OptimConfig, groups: Sequence[optimizers.ParamGroup], strategy: Strategy, trained: TrainableModules
 ) -> torch.optim.Optimizer:
     for line in find_learning_rate_warnings(config, groups):
         logger.warning("%s", line)
-    optimizer = optimizers.build_optimizer(config, groups, is_sharded=is_sharded)
+    is_sharded, is_partly_idle = strategy.shard_group is not None, trained.is_partly_idle
+    optimizer = optimizers.build_optimizer(config, groups, is_sharded=is_sharded, is_partly_idle=is_partly_idle)
     logger.info("optimizer: %s", optimizers.describe_optimizer(optimizer))
     return optimizer
 
