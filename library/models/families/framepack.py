@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...adapters.original_module_names import DIFFUSERS_KEYS
+from ...config.network_args import NetworkFacts
 from ...dataset.clip_windows import FrameRule
 from ...diffusion.timestep_shift import FixedShift
 from ...problems import Problem
@@ -107,14 +108,13 @@ FACTS = replace(
         reason="as musubi-tuner's guide",
         other_trainers={"musubi-tuner": NoiseLevels("shift", 3.0, origin="its guide")},
     ),
-    sampling=replace(
-        TEXT_FACTS.sampling, num_inference_steps=25, image_size=(640, 640), frame_images=("image_path",)
-    ),
+    sampling=replace(TEXT_FACTS.sampling, num_inference_steps=25, image_size=(640, 640), frame_images=("image_path",)),
     options=replace(
         TEXT_FACTS.options,
         components={**TEXT_FACTS.options.components, "image_encoder": "image_encoder"},
         extra=("guidance_scale", "f1", "latent_window_size"),
         validate=_find_f1_mistakes,
+        network=NetworkFacts(modules=("networks.lora_framepack",)),
     ),
     notes="from the first frame, section by section; F1 with `--f1`",
 )
@@ -152,9 +152,7 @@ def select_section(batch: Batch, section: int, window: int, *, is_f1: bool) -> B
     else:
         parts = _pad_frames(latents[:, :, end : end + NUM_BESIDE], is_before=False).split([NUM_NEAR, NUM_2X, NUM_4X], 2)
         padding = window * list_paddings((latents.shape[2] - 1) // window)[section]
-        numbers = torch.arange(1 + padding + window + NUM_BESIDE).split(
-            [1, padding, window, NUM_NEAR, NUM_2X, NUM_4X]
-        )
+        numbers = torch.arange(1 + padding + window + NUM_BESIDE).split([1, padding, window, NUM_NEAR, NUM_2X, NUM_4X])
         first, _, own, *others = numbers
     near, twofold, fourfold = ((values, places) for values, places in zip(parts, others, strict=True))
     if is_f1:
