@@ -344,7 +344,7 @@ class _DatasetConfigParser:
         for name in (name for name in ONE_FRAME_KEYS if name in table):
             where, reason = (
                 self.locate((*key_path, name)).with_key(name),
-                "it is of one-frame training of FramePack, Wan",
+                "of one-frame training, which is not supported",
             )
             if name == WINDOW_KEY and is_video:
                 reason = "the option latent_window_size sets it"
