@@ -299,6 +299,10 @@ def _build_pipeline_class(window: int, *, is_f1: bool) -> Any:
                 return result
             return type(result)(frames=result.frames[-1])
 
+        def encode_image(self, image: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            """As in training, and by FramePack's authors; diffusers rounds what SigLIP sees down."""
+            return embed_images(self, image)
+
         def prepare_latents(self, *args: Any, **kwargs: Any) -> Tensor:
             drawn: Tensor = super().prepare_latents(*args, **kwargs) if self.given_noise is None else self.given_noise
             return drawn

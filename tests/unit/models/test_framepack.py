@@ -85,7 +85,7 @@ def test_siglip_sees_the_first_frame_as_in_the_pipeline():
     assert isinstance(pipe, HunyuanVideoFramepackPipeline)
     pixels = pipe.video_processor.preprocess(draw_frame_image(0), 64, 96)
     ours = family.encode_frame_cond(pipe, pixels, None)["images"]
-    theirs = pipe.encode_image(pixels, device=torch.device("cpu"))
+    theirs = HunyuanVideoFramepackPipeline.encode_image(pipe, pixels, device=torch.device("cpu"))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-2)
 
 
