@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...adapters.original_module_names import DIFFUSERS_KEYS
+from ...adapters.original_module_names import DIFFUSERS_ONLY_KEYS
 from ...config.network_args import NetworkFacts
 from ...dataset.clip_windows import FrameRule
 from ...diffusion.timestep_shift import FixedShift
@@ -72,7 +72,7 @@ FACTS = replace(
     pipeline=replace(
         TEXT_FACTS.pipeline,
         class_name="HunyuanVideoFramepackPipeline",
-        num_parameters=12_884_151_040,
+        num_parameters=12_874_314_816,
         hub_id="",
         frames=FrameRule(
             stride=FRAME_STRIDE * WINDOW, fps=30.0, frames_per_latent=FRAME_STRIDE, least=FRAME_STRIDE * WINDOW + 1
@@ -92,7 +92,7 @@ FACTS = replace(
     single_files=replace(TEXT_FACTS.single_files, layout=()),
     lora=replace(
         TEXT_FACTS.lora,
-        key_style=DIFFUSERS_KEYS,
+        key_style=DIFFUSERS_ONLY_KEYS,
         other_key_styles=(HUNYUAN_VIDEO_KEYS, COMFYUI_KEYS),
         format="diffusers",
         modelspec_architecture="framepack",
