@@ -61,9 +61,11 @@ def _match_framepack(read: ConfigReader) -> FamilyMatch:
 
 def _find_f1_mistakes(read: ConfigReader, options: ModelConfig) -> Iterator[Problem]:
     """Find a model that is named F1 and would be trained as the other one, whose files have the same weights."""
-    name = Path(options.pretrained_model_name_or_path or "").name
-    if not options.f1 and _F1_NAME.search(name.replace("_", " ")):
-        yield Problem("f1", f"{name} is named like FramePack F1, which is trained otherwise", "add --f1, or rename it")
+    *folders, name = Path(options.pretrained_model_name_or_path or "-").parts
+    names = [name, *(folder for folder in folders if "framepack" in folder.lower())]
+    found = next((each for each in names if _F1_NAME.search(each.replace("_", " "))), None)
+    if found is not None and not options.f1:
+        yield Problem("f1", f"{found} is named like FramePack F1, which is trained otherwise", "add --f1, or rename it")
 
 
 FACTS = replace(
