@@ -186,12 +186,12 @@ class FramePack(HunyuanVideo):
         register_image_processor(pipe, read)
 
     @classmethod
-    def prepare_denoiser(cls, denoiser: nn.Module) -> None:
+    def prepare_denoiser(cls, denoiser: Any) -> None:
         """Let the mask of texts be on the host, where the transformer reads it, and copy it for the text refiner.
 
         diffusers cuts texts to the length that the mask says, for which it would wait for the device.
         """
-        denoiser.context_embedder.register_forward_pre_hook(_copy_mask)  # type: ignore[union-attr]
+        denoiser.context_embedder.register_forward_pre_hook(_copy_mask)
 
     def encode_frame_cond(self, pipe: Any, pixels: Tensor, moments: Moments) -> dict[str, Tensor]:
         """What SigLIP sees in the first frame."""
@@ -302,7 +302,7 @@ def _build_pipeline_class(window: int, *, is_f1: bool) -> Any:
             return type(result)(frames=result.frames[-1])
 
         def encode_image(self, image: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            """As in training, and by FramePack's authors; diffusers rounds what SigLIP sees down."""
+            """Encode an image as training and FramePack's authors do; diffusers rounds its pixels down."""
             return embed_images(self, image)
 
         def prepare_latents(self, *args: Any, **kwargs: Any) -> Tensor:
