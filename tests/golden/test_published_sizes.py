@@ -163,6 +163,8 @@ COUNTS = {
     ("mochi", "vae"): 459_748_611,
     ("kandinsky5_video", "transformer"): 2_007_702_848,
     ("kandinsky5_video_pro", "transformer"): 19_311_325_248,
+    ("kandinsky5_i2v", "transformer"): 2_007_702_848,
+    ("kandinsky5_i2v_pro", "transformer"): 19_311_325_248,
     ("sana_video", "transformer"): 2_056_862_144,
     ("anima", "transformer"): 1_956_405_248,
     ("anima", "text_conditioner"): 134_663_680,

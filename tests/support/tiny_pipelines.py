@@ -1825,6 +1825,21 @@ def kandinsky5_video() -> TinyCase:
     )
 
 
+def kandinsky5_i2v() -> TinyCase:
+    """A clip of two latent frames, of which the first is given, in the place of noise."""
+    tiny = replace(kandinsky5_video(), family="kandinsky5_i2v", source="random:kandinsky5_i2v:tiny")
+    tiny = _add_frame_images(replace(tiny, pipe=_load(tiny.source)), "image", num_frames=5)
+    given = tiny.batch.frame_cond["first"].permute(0, 2, 3, 4, 1)
+
+    def pack(latents: Tensor) -> Tensor:
+        frames = torch.cat([given[: len(latents)], latents.permute(0, 2, 3, 4, 1)[:, 1:]], dim=1)
+        packed = torch.cat([frames, torch.zeros_like(frames), torch.zeros_like(frames[..., :1])], dim=-1)
+        packed[:, 0, ..., -1] = 1
+        return packed
+
+    return replace(tiny, pack_latents=pack, pack_prediction=lambda prediction: prediction.permute(0, 2, 3, 4, 1)[:, 1:])
+
+
 def sana_video() -> TinyCase:
     tiny, (texts,) = wan("sana_video"), _draw_tensors((13, 24))
     mask, one_frame = torch.tensor([[1] * 13, [1] * 7 + [0] * 6]), {"num_frames": 1}
@@ -1916,6 +1931,7 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "cogvideox15": cogvideox15,
     "mochi": mochi,
     "kandinsky5_video": kandinsky5_video,
+    "kandinsky5_i2v": kandinsky5_i2v,
     "sana_video": sana_video,
     "hidream": hidream,
     "kandinsky5_image": kandinsky5_image,

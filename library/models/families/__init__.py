@@ -86,6 +86,7 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "cogvideox15": ".cogvideox15:CogVideoX15",
         "mochi": ".mochi:Mochi",
         "kandinsky5_video": ".kandinsky5_video:Kandinsky5Video",
+        "kandinsky5_i2v": ".kandinsky5_video:Kandinsky5I2V",
         "sana_video": ".sana_video:SanaVideo",
     },
 )

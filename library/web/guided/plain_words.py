@@ -57,6 +57,7 @@ FAMILY_SENTENCES: Mapping[str, str] = {
     "hunyuan_video": "Videos; trained on pictures it learns what things look like.",
     "hunyuan_video_i2v": "Videos that go on from a first picture; trained on clips only, not on pictures.",
     "framepack": "Long videos that go on from a first picture, part by part; trained on clips only, not on pictures.",
+    "kandinsky5_i2v": "Videos that go on from a first picture, which is given; small or very large.",
     "ltx_video": "Quick, short videos on small cards.",
     "ltx2": "Videos with sound, of which it learns the pictures; very large, so cards from 32 GB.",
 }
