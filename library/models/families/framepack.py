@@ -27,7 +27,7 @@ from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import match_flow_model
 from .hunyuan_video import FACTS as TEXT_FACTS
 from .hunyuan_video import HunyuanVideo
-from .hunyuan_video15_i2v import embed_images, register_image_processor
+from .hunyuan_video15_i2v import embed_siglip_images, register_image_processor
 from .hunyuan_video_keys import COMFYUI_KEYS, HUNYUAN_VIDEO_KEYS
 
 if TYPE_CHECKING:
@@ -194,10 +194,10 @@ class FramePack(HunyuanVideo):
         denoiser.context_embedder.register_forward_pre_hook(_copy_mask)
 
     def encode_frame_cond(self, pipe: Any, pixels: Tensor, moments: Moments) -> dict[str, Tensor]:
-        """What SigLIP sees in the first frame."""
+        """Encode the first frame with SigLIP, whose tokens the transformer reads before those of the text."""
         from ..vae import as_clips
 
-        return {"images": embed_images(pipe, as_clips(pixels)[:, :, 0])}
+        return {"images": embed_siglip_images(pipe, as_clips(pixels)[:, :, 0])}
 
     def select_section(self, batch: Batch, draw: float) -> Batch:
         window = self.model_config.latent_window_size
@@ -303,7 +303,7 @@ def _build_pipeline_class(window: int, *, is_f1: bool) -> Any:
 
         def encode_image(self, image: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             """Encode an image as training and FramePack's authors do; diffusers rounds its pixels down."""
-            return embed_images(self, image)
+            return embed_siglip_images(self, image)
 
         def prepare_latents(self, *args: Any, **kwargs: Any) -> Tensor:
             drawn: Tensor = super().prepare_latents(*args, **kwargs) if self.given_noise is None else self.given_noise

@@ -87,7 +87,7 @@ class HunyuanVideo15I2V(HunyuanVideo15):
         from ..vae import as_clips
 
         first = moments.mean_and_std[:, 0, :, :1].clone()  # which may be all of the moments of an image
-        return {"first": first, "images": embed_images(pipe, as_clips(pixels)[:, :, 0])}
+        return {"first": first, "images": embed_siglip_images(pipe, as_clips(pixels)[:, :, 0])}
 
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         import torch
@@ -113,7 +113,7 @@ def register_image_processor(pipe: Any, read: ConfigReader) -> None:
     pipe.register_modules(feature_extractor=processor(**settings))
 
 
-def embed_images(pipe: Any, pixels: Tensor) -> Tensor:
+def embed_siglip_images(pipe: Any, pixels: Tensor) -> Tensor:
     """Encode images (B, 3, height, width) in -1..1 with SigLIP, as the pipeline does."""
     from PIL.Image import fromarray
 
