@@ -148,13 +148,15 @@ def select_section(batch: Batch, section: int, window: int, *, is_f1: bool) -> B
     end = start + window
     if is_f1:
         beside = _pad_frames(latents[:, :, max(0, start - NUM_BESIDE) : start], is_before=True)
-        parts = beside.split([NUM_4X, NUM_2X, NUM_NEAR], dim=2)
-        numbers = torch.arange(1 + NUM_BESIDE + window).split([1, NUM_4X, NUM_2X, NUM_NEAR, window])
+        parts = torch.split(beside, [NUM_4X, NUM_2X, NUM_NEAR], dim=2)
+        numbers = torch.split(torch.arange(1 + NUM_BESIDE + window), [1, NUM_4X, NUM_2X, NUM_NEAR, window])
         first, *others, own = numbers
     else:
-        parts = _pad_frames(latents[:, :, end : end + NUM_BESIDE], is_before=False).split([NUM_NEAR, NUM_2X, NUM_4X], 2)
+        beside = _pad_frames(latents[:, :, end : end + NUM_BESIDE], is_before=False)
+        parts = torch.split(beside, [NUM_NEAR, NUM_2X, NUM_4X], dim=2)
         padding = window * list_paddings((latents.shape[2] - 1) // window)[section]
-        numbers = torch.arange(1 + padding + window + NUM_BESIDE).split([1, padding, window, NUM_NEAR, NUM_2X, NUM_4X])
+        sizes = [1, padding, window, NUM_NEAR, NUM_2X, NUM_4X]
+        numbers = torch.split(torch.arange(sum(sizes)), sizes)
         first, _, own, *others = numbers
     near, twofold, fourfold = ((values, places) for values, places in zip(parts, others, strict=True))
     if is_f1:
@@ -216,7 +218,7 @@ class FramePack(HunyuanVideo):
         mask = torch.arange(embeds.shape[1]) < lengths[:, None]
         clean, twofold, fourfold = (given[name].to(noisy_latents) for name in ("clean", "twofold", "fourfold"))
         sizes = [each.shape[2] for each in (clean, twofold, fourfold, noisy_latents)]
-        at_clean, at_twofold, at_fourfold, at_section = given["positions"][0].split(sizes)
+        at_clean, at_twofold, at_fourfold, at_section = torch.split(given["positions"][0], sizes)
         guidance = None
         if pipe.transformer.config.guidance_embeds:
             guidance = timesteps.new_full(timesteps.shape, 1000 * self.model_config.guidance_scale)
