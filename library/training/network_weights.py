@@ -395,7 +395,7 @@ def keep_idle_layers(adapter: Adapter, initial_weights: InitialWeights, componen
 def _find_siblings(
     adapter: Adapter, names: Collection[str], components: Sequence[ComponentKeys], independent: Collection[str]
 ) -> dict[str, str]:
-    """Of those of these layers that are parts of a fused one with trained parts, the first trained part."""
+    """Map the layers that are parts of a fused one with trained parts to the first of these."""
     siblings: dict[str, str] = {}
     for part in components:
         key_map = part.get_key_map()

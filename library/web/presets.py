@@ -68,6 +68,7 @@ CHOSEN_PRESETS: Mapping[str, FamilyPreset] = {
 SMALLER_MODELS: Mapping[str, int] = {
     **{"wan": 1_418_996_800, "wan_vace": 2_153_972_032},
     **dict.fromkeys(("kandinsky5_video", "kandinsky5_i2v"), 2_007_702_848),
+    "kandinsky6_video": 3_176_632_424,
 }
 """The parameters of presets that are not the largest model of their family."""
 
