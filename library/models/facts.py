@@ -6,7 +6,7 @@ left out, and within a group everything that has a default.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -386,6 +386,19 @@ class FamilyFacts:
     def denoiser_name(self) -> str:
         """The component that is trained."""
         return self.pipeline.denoisers[0]
+
+    def get_frame_rule(self, options: ModelConfig) -> FrameRule | None:
+        """Return what the model asks of the frames of clips: whole sections, where it is trained on these."""
+        rule = self.pipeline.frames
+        if rule is None or not self.has_sections:
+            return rule
+        stride = (rule.frames_per_latent or rule.stride) * options.latent_window_size
+        return replace(rule, stride=stride, least=stride + 1)
+
+    @property
+    def has_sections(self) -> bool:
+        """Whether the model makes clips section by section, each of ``latent_window_size`` latent frames."""
+        return "latent_window_size" in self.options.extra
 
     @property
     def text_images(self) -> TextImages:

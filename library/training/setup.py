@@ -42,7 +42,6 @@ from ..models.detect import DetectedModel, build_control_limits
 from ..models.kohya_objective import convert_values
 from ..models.loading import describe_dequantized
 from ..models.model_configs import is_tokenizer
-from ..models.own_families import get_family_facts
 from ..models.scheduler_overrides import override_scheduler, use_original_snr
 from ..models.small_convolutions import multiply_small_convolutions
 from ..models.trained_components import (
@@ -476,7 +475,7 @@ def build_objective(noise: NoiseConfig, loss: LossConfig, family: Family, pipe: 
 
 def prepare_dataset(data: DataConfig, cache: CacheConfig, comm: Communicator, model: DetectedModel) -> PreparedData:
     """Scan the dataset on one rank per machine; the others read the manifest that it writes next to the images."""
-    limits, frame_rule = build_control_limits(model), get_family_facts(model.family).pipeline.frames
+    limits = build_control_limits(model)
     prepared = comm.run_local_main_first(
         lambda: prepare_data(
             data,
@@ -484,7 +483,7 @@ def prepare_dataset(data: DataConfig, cache: CacheConfig, comm: Communicator, mo
             cache.cache_dir,
             control_limits=limits,
             max_side=model.max_side,
-            frame_rule=frame_rule,
+            frame_rule=model.frame_rule,
         )
     )
     manifest, fingerprint = prepared.manifest, prepared.manifest.compute_fingerprint()
