@@ -64,7 +64,8 @@ class FSDPStrategy(DeviceMeshStrategy):
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
         super().wrap(model, optimizer, plan)
         if self.keeps_missing_gradients:
-            torch_fsdp._fully_shard._fsdp_param_group.RegisterPostBackwardFunction = _PostBackward
+            engine: Any = torch_fsdp._fully_shard._fsdp_param_group
+            engine.RegisterPostBackwardFunction = _PostBackward
         total, local = count_parameter_bytes(model)
         logger.info(
             "FSDP: %d x %d processes (replicate x shard), %.1f MiB of %.1f MiB of weights on this rank%s",
