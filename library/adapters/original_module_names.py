@@ -21,6 +21,8 @@ class OriginalModule:
     input_ratio: int = 1
     swaps_scale_shift: bool = False
     """If it has two outputs per input, these are shift and scale, but scale and shift in diffusers."""
+    swaps_halves: bool = False
+    """Its outputs are gate and value of a feed-forward layer, but value and gate in diffusers."""
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,7 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "mochi": ".mochi:Mochi",
         "kandinsky5_video": ".kandinsky5_video:Kandinsky5Video",
         "sana_video": ".sana_video:SanaVideo",
+        "minimax_h3": ".minimax_h3:MiniMaxH3",
     },
 )
 
@@ -111,6 +112,7 @@ IMAGE_TO_VIDEO_FAMILIES: Mapping[str, str] = {
 SOUND_FAMILIES: Mapping[str, str] = {
     "ltx2": f"{__package__}.ltx2:LTX2WithSound",
     IMAGE_TO_VIDEO_FAMILIES["ltx2"]: f"{__package__}.ltx2:LTX2FromImageWithSound",
+    "minimax_h3": f"{__package__}.minimax_h3:MiniMaxH3WithSound",
 }
 """The family that trains with ``--train_audio`` in place of each of these."""
 
