@@ -74,7 +74,7 @@ def test_diffusers_predicts_the_same_with_the_file_as_the_model_in_memory(name, 
         *("sd1_inpainting", "sd2_inpainting", "sdxl_inpainting", "flux_fill", "flux_control"),
         *("sd1_pix2pix", "sdxl_pix2pix", "sdxl_refiner", "bria", "bria_fibo", "bria_fibo_edit", "nucleus_image"),
         *("hunyuan_video", "hunyuan_video_i2v", "hunyuan_video_33ch_i2v"),
-        *("cogvideox", "cogvideox15", "mochi", "kandinsky5_video", "sana_video"),
+        *("cogvideox", "cogvideox15", "mochi", "kandinsky5_video", "sana_video", "minimax_h3"),
     ],
 )
 def test_diffusers_loads_every_key_of_the_file_of_a_run(name, tmp_path):

@@ -93,7 +93,12 @@ FACTS = FamilyFacts(
     ),
     detection=DetectionFacts(
         match_configs=_match_minimax_h3,
-        trainer_names=TrainerNames(simpletuner=("minimaxh3",)),
+        # Files of ai-toolkit and diffusion-pipe name single files, most of them pruned.
+        trainer_names=TrainerNames(
+            simpletuner=("minimaxh3",),
+            simpletuner_flavours={"fl2va": "MiniMaxAI/MiniMax-H3"},
+            simpletuner_default="fl2va",
+        ),
     ),
     lora=FamilyLora(
         # The linear layers of the blocks but their modulation, which pruned models have in another size.
@@ -227,7 +232,9 @@ class MiniMaxH3(Family):
             **({} if mask is None else {TEXT_MASK: mask}),
         )
         # The model's velocity runs from noise to data, as its times do.
-        return -_unpack_frames(frames, noisy_latents, pipe.patch_size), None if sound is None else -_unpack_sound(sounds)
+        return -_unpack_frames(frames, noisy_latents, pipe.patch_size), None if sound is None else -_unpack_sound(
+            sounds
+        )
 
     def convert_to_sound_timesteps(self, timesteps: Tensor) -> Tensor:
         """Convert the noise levels of frames, whose shift is 12 in the pipeline, to those with the shift of sound."""

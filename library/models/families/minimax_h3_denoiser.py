@@ -80,9 +80,7 @@ def _build_attention_processor(processor_class: Any, width: int) -> Any:
     """diffusers' attention with the mask that the positions carry after so many columns, if they do."""
 
     class TextMaskProcessor(processor_class):  # type: ignore[misc]
-        def __call__(
-            self, attn: Any, hidden_states: Tensor, rotary_emb: Any = None, attention_mask: Any = None
-        ) -> Any:
+        def __call__(self, attn: Any, hidden_states: Tensor, rotary_emb: Any = None, attention_mask: Any = None) -> Any:
             cos, sin = rotary_emb
             if cos.shape[1] > width:
                 attention_mask = cos[:, width:].T.bool()[:, None, None]

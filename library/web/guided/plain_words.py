@@ -58,6 +58,7 @@ FAMILY_SENTENCES: Mapping[str, str] = {
     "hunyuan_video_i2v": "Videos that go on from a first picture; trained on clips only, not on pictures.",
     "ltx_video": "Quick, short videos on small cards.",
     "ltx2": "Videos with sound, of which it learns the pictures; very large, so cards from 32 GB.",
+    "minimax_h3": "Videos with sound, of which it learns the pictures; one of the largest, so cards from 48 GB.",
 }
 
 _KINDS = {

@@ -192,6 +192,7 @@ def test_the_implementation_is_the_one_that_sd_scripts_names():
         "mochi": "https://github.com/genmoai/mochi",
         "kandinsky5_video": "https://github.com/kandinskylab/kandinsky-5",
         "sana_video": "https://github.com/NVlabs/Sana",
+        "minimax_h3": "https://huggingface.co/MiniMaxAI/MiniMax-H3",
     }
     found = {name: facts.lora.modelspec_implementation for name, facts in FAMILY_FACTS.items()}
     assert found == {**dict.fromkeys(FAMILY_FACTS, "diffusers"), **authors}

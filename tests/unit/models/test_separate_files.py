@@ -20,6 +20,7 @@ __all__ = ["build_case"]  # a fixture
 FOLDERS_ONLY = (
     *("kolors", "ltx_video", "ltx_video095", "ltx2", "prx", "prx_pixel", "nucleus_image", "bria_fibo_edit"),
     *("cogvideox", "cogvideox15", "mochi", "kandinsky5_video", "sana_video", "skyreels_v2_i2v", "bria", "bria_fibo"),
+    "minimax_h3",
 )
 NAMES = [name for name in FAMILY_FACTS if name not in (*FOLDERS_ONLY, *model_layouts.EXPERTS)]
 
