@@ -87,7 +87,7 @@ FACTS = FamilyFacts(
     pipeline=PipelineFacts(
         class_name="MiniMaxH3ModularPipeline",
         kind="video",
-        num_parameters=33_000_000_000,
+        num_parameters=33_122_992_896,
         hub_id="MiniMaxAI/MiniMax-H3",
         frames=FRAMES,
     ),
@@ -232,9 +232,8 @@ class MiniMaxH3(Family):
             **({} if mask is None else {TEXT_MASK: mask}),
         )
         # The model's velocity runs from noise to data, as its times do.
-        return -_unpack_frames(frames, noisy_latents, pipe.patch_size), None if sound is None else -_unpack_sound(
-            sounds
-        )
+        velocity = -_unpack_frames(frames, noisy_latents, pipe.patch_size)
+        return velocity, None if sound is None else -_unpack_sound(sounds)
 
     def convert_to_sound_timesteps(self, timesteps: Tensor) -> Tensor:
         """Convert the noise levels of frames, whose shift is 12 in the pipeline, to those with the shift of sound."""
