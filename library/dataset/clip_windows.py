@@ -26,7 +26,7 @@ class FrameRule:
     """What a model asks of the frames of a clip."""
 
     stride: int = VAE_FRAME_STRIDE
-    """A clip has a multiple of this more frames than the shortest, so that the autoencoder makes whole latent frames."""
+    """A clip has a multiple of this more frames than the shortest, so that its latent frames are whole."""
     fps: float = 16.0
     """The frames per second of the model's clips: 16 for Wan, 24 for HunyuanVideo, 30 for FramePack."""
     shortest: int = 1

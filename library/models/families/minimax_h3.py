@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ...diffusion.process import NoiseProcess
 
 FRAMES = FrameRule(stride=17, fps=24.0, shortest=22, latents_per_stride=5, shortest_latents=7)
-"""The autoencoder makes five latent frames of 17 frames and leaves out the last three; it decodes no fewer than seven."""
+"""The autoencoder makes five latent frames of 17 and drops the last three; it decodes no fewer than seven."""
 SOUND_RATE, STEREO = 40.0, 2
 """Latents of sound per second of each of the two channels, left and right."""
 SOUND_CHANNELS = 32
