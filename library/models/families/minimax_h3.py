@@ -213,10 +213,8 @@ class MiniMaxH3(Family):
         import torch
         from diffusers.modular_pipelines.minimax_h3.before_denoise import patchify_video_latents
 
-        from ..constant_copies import copy_constant
-
         embeds, mask = _pad_texts_before(batch.cond["embeds"], batch.text_pad_multiple)
-        count, device, sound = len(noisy_latents), noisy_latents.device, batch.noisy_sound
+        count, sound = len(noisy_latents), batch.noisy_sound
         levels = [timesteps] if sound is None else [timesteps, self.convert_to_sound_timesteps(timesteps)]
         sequence = _describe_sequence(pipe, embeds.shape[1], noisy_latents, 0 if sound is None else sound.shape[1])
         rows: Tensor = patchify_video_latents(noisy_latents, pipe.patch_size)
@@ -228,7 +226,7 @@ class MiniMaxH3(Family):
             encoder_hidden_states=embeds,
             timestep=1 - torch.stack(levels, dim=1) / 1000,
             return_dict=False,
-            **{name: copy_constant(value, device) for name, value in sequence.items()},
+            **sequence,
             **({} if mask is None else {TEXT_MASK: mask}),
         )
         # The model's velocity runs from noise to data, as its times do.
@@ -355,28 +353,41 @@ def _pad_texts_before(texts: Tensor | Sequence[Tensor], multiple: int) -> tuple[
 
 
 def _describe_sequence(pipe: Any, num_texts: int, latents: Tensor, num_sounds: int) -> dict[str, Tensor]:
-    """Describe the tokens as the pipeline does: kinds and positions, noise levels, and where each modality is."""
+    """Describe the tokens as the pipeline does: kinds and positions, noise levels, and where each modality is.
+
+    What does not depend on the length of the text is copied to the device once.
+    """
     import torch
     from diffusers.modular_pipelines.minimax_h3 import before_denoise
+    from diffusers.utils.torch_utils import maybe_adjust_dtype_for_device
+
+    from ..constant_copies import copy_constant
 
     step: Any = before_denoise.MiniMaxH3PrepareLayoutStep
-    positions, tags, frames, sounds, texts, *_ = step.build_packed_sequence(
-        torch.full((num_texts,), pipe.text_tag),
-        *latents.shape[2:],
-        num_sounds,
-        pipe.patch_size,
-        pipe.audio_channels,
-        pipe.audio_tag,
-        pipe.video_tag,
+    device, no_text = latents.device, torch.zeros(0, dtype=torch.long)
+    positions, tags, frames, sounds, *_ = step.build_packed_sequence(
+        no_text, *latents.shape[2:], num_sounds, pipe.patch_size, pipe.audio_channels, pipe.audio_tag, pipe.video_tag
     )
     levels = torch.zeros_like(tags)
     levels[sounds] = 1  # the second of each sample
+    positions = positions.to(maybe_adjust_dtype_for_device(positions.dtype, device))
+    positions, tags, levels, frames, sounds = (
+        copy_constant(each, device) for each in (positions, tags, levels, frames, sounds)
+    )
+    texts = torch.arange(num_texts, device=device)
+    times, *places = positions.unbind(1)
     return {
-        "timestep_indices": levels,
-        "token_tags": tags,
-        "position_ids": positions.float(),
-        "video_indices": frames,
-        "audio_indices": sounds,
+        "timestep_indices": torch.cat([torch.zeros_like(texts), levels]),
+        "token_tags": torch.cat([torch.full_like(texts, pipe.text_tag), tags]),
+        "position_ids": torch.stack(
+            [  # the time of a clip begins where its text ends
+                torch.cat([texts.to(times), times + num_texts]),
+                *(torch.cat([torch.zeros_like(texts).to(each), each]) for each in places),
+            ],
+            dim=1,
+        ),
+        "video_indices": frames + num_texts,
+        "audio_indices": sounds + num_texts,
         "text_indices": texts,
     }
 
