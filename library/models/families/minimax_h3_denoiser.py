@@ -22,6 +22,8 @@ TEXT_MASK = "encoder_attention_mask"
 def prepare_for_batches(denoiser: Any) -> None:
     """Let the transformer take noise levels (B, levels) in place of (levels), and a mask of texts."""
     module: Any = import_module("diffusers.models.transformers.transformer_minimax_h3")
+    if hasattr(denoiser.rope, "text_mask"):  # prepared before
+        return
     denoiser.register_forward_pre_hook(_take_text_mask, with_kwargs=True)
     denoiser.time_proj.__class__ = _build_time_class(type(denoiser.time_proj))
     denoiser.rope.__class__ = _build_position_class(module.MiniMaxH3RotaryPosEmbed)

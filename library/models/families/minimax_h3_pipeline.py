@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from importlib import import_module
@@ -51,7 +50,6 @@ def build_h3_pipeline_class(components: tuple[str, ...]) -> Any:
             self.negative: tuple[Tensor, float] | None = None
             """The embeddings of the negative prompt, and the scale of guidance, of the current call."""
 
-        @functools.wraps(base.__call__)
         def __call__(
             self,
             prompt: Any = None,
