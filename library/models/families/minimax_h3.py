@@ -44,9 +44,10 @@ if TYPE_CHECKING:
 
 FRAMES = FrameRule(stride=17, fps=24.0, shortest=22, latents_per_stride=5, shortest_latents=7)
 """The autoencoder makes five latent frames of 17 and drops the last three; it decodes no fewer than seven."""
-SOUND_RATE, STEREO = 40.0, 2
-"""Latents of sound per second of each of the two channels, left and right."""
-SOUND_CHANNELS = 32
+LATENTS_PER_SECOND, STEREO = 40.0, 2
+"""Latents per second of the left and of the right side of sound."""
+CHANNELS_PER_SIDE = 32
+"""The channels of a latent of sound."""
 FRAME_SHIFT = 12.0
 """The shift of noise levels of frames in diffusers' pipeline, by which those of sound follow from them."""
 
@@ -290,7 +291,7 @@ class MiniMaxH3WithSound(MiniMaxH3):
         title="MiniMax H3 with sound",
         pipeline=replace(
             FACTS.pipeline,
-            frames=replace(FRAMES, sound_rate=SOUND_RATE, sound_channels=STEREO * SOUND_CHANNELS),
+            frames=replace(FRAMES, sound_rate=LATENTS_PER_SECOND, sound_channels=STEREO * CHANNELS_PER_SIDE),
             frame_encoders=("audio_vae",),
         ),
     )
@@ -310,7 +311,8 @@ class MiniMaxH3WithSound(MiniMaxH3):
         with torch.no_grad(), disable_autocast(vae):
             latents = vae.encode(own.unsqueeze(1).to(vae.device, vae.dtype)).latent_dist.mode()
         mean, std = (latents.new_tensor(values).view(1, -1, 1) for values in _get_sound_statistics(vae))
-        return ((latents - mean) / std).permute(2, 0, 1).flatten(1)  # (latents, channels): left, then right
+        normalized: Tensor = (latents - mean) / std
+        return normalized.permute(2, 0, 1).flatten(1)  # (latents, channels): left, then right
 
     def decode_sampled_sound(self, pipe: Any, output: Any) -> SoundTrack | None:
         from ...dataset.clip_encoding import SoundTrack

@@ -113,6 +113,8 @@ def _build_refiner_class(refiner_class: Any) -> Any:
 
 
 def _build_refiner_block_class(block_class: Any) -> Any:
+    """A block for the text alone, with a mask."""
+
     class MaskedRefinerBlock(block_class):  # type: ignore[misc]
         def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Any:
             hidden_states = hidden_states + self.attn(self.norm1(hidden_states), None, attention_mask)

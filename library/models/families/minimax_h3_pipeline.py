@@ -21,9 +21,9 @@ SOUND_SHIFT = 3.0
 _MODULES = "diffusers.modular_pipelines.minimax_h3"
 
 
-def build_h3_pipeline_class(components: tuple[str, ...]) -> Any:
-    """Build the pipeline's class, which has these components besides those of sound, and makes clips of any length."""
-    import diffusers
+def _build_modular_class(components: tuple[str, ...]) -> Any:
+    """Build diffusers' pipeline as one that is called as others are."""
+    from diffusers import MiniMaxH3ModularPipeline
 
     blocks: Any = import_module(f"{_MODULES}.modular_blocks_minimax_h3")
     decoders: Any = import_module(f"{_MODULES}.decoders")
@@ -33,9 +33,17 @@ def build_h3_pipeline_class(components: tuple[str, ...]) -> Any:
         decode=lambda: {"decode": decoders.MiniMaxH3VideoDecodeStep()},
         results={"frames": ("latents", "videos"), "audio": ("audio_latents", "audio")},
     )
-    modular_class: Any = diffusers.MiniMaxH3ModularPipeline  # type: ignore[attr-defined]
     names = tuple(dict.fromkeys((*components, "audio_vae", "scheduler", "audio_scheduler")))
-    base = build_pipeline_class(modular_class, names, steps)
+    return build_pipeline_class(MiniMaxH3ModularPipeline, names, steps)
+
+
+def build_h3_pipeline_class(components: tuple[str, ...]) -> Any:
+    """Build the pipeline's class, which has these components besides those of sound, and makes clips of any length."""
+    from diffusers import MiniMaxH3Scheduler
+
+    decoders: Any = import_module(f"{_MODULES}.decoders")
+    base: Any = _build_modular_class(components)
+    scheduler_class: Any = MiniMaxH3Scheduler
 
     class H3Pipeline(base):  # type: ignore[misc]
         # diffusers' own takes clips from 5 to 15 seconds, those of the model's training.
@@ -43,8 +51,7 @@ def build_h3_pipeline_class(components: tuple[str, ...]) -> Any:
 
         def __init__(self, **parts: Any) -> None:
             if parts.get("audio_scheduler") is None:
-                scheduler: Any = diffusers.MiniMaxH3Scheduler  # type: ignore[attr-defined]
-                parts["audio_scheduler"] = scheduler(shift=SOUND_SHIFT)
+                parts["audio_scheduler"] = scheduler_class(shift=SOUND_SHIFT)
             super().__init__(**{name: part for name, part in parts.items() if name != "processor"})
             self.processor = TextProcessor()
             self.negative: tuple[Tensor, float] | None = None
@@ -81,7 +88,7 @@ def build_h3_pipeline_class(components: tuple[str, ...]) -> Any:
             built: Mapping[str, Any] = super().build_decode_steps()
             return built if self.audio_vae is None else {**built, "sound": decoders.MiniMaxH3AudioDecodeStep()}
 
-    return copy_class_name(H3Pipeline, modular_class)
+    return copy_class_name(H3Pipeline, base)
 
 
 def encode_h3_text(pipe: Any, text: str) -> Tensor:
@@ -126,7 +133,7 @@ def _build_guided_step(negative_embeds: Tensor, scale: float) -> Any:
             predicted = state.noise_pred, state.audio_noise_pred
             own = {name: getattr(state, name) for name in ("prompt_embeds", "denoiser_input_fields")}
             plan = state.row_timestep_plan[i]
-            self.describe_negative(components, state, i, plan)
+            self.describe_negative(components, state, plan)
             super().__call__(components, state, i=i, t=t)
             negative = state.noise_pred, state.audio_noise_pred
             for name, value in own.items():
@@ -136,7 +143,7 @@ def _build_guided_step(negative_embeds: Tensor, scale: float) -> Any:
             state.noise_pred, state.audio_noise_pred = guided
             return components, state
 
-        def describe_negative(self, components: Any, state: Any, i: int, plan: tuple[Tensor, Tensor]) -> None:
+        def describe_negative(self, components: Any, state: Any, plan: tuple[Tensor, Tensor]) -> None:
             """Describe the sequence of tokens with the negative prompt in place of the prompt."""
             import torch
 
