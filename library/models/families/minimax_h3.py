@@ -57,8 +57,9 @@ def _match_minimax_h3(read: ConfigReader) -> FamilyMatch:
     channels, latent_channels = config.get("in_channels", 24), vae.get("latent_channels", 24)
     if channels != latent_channels:
         raise ModelError(f"its transformer has {channels} input channels, and its VAE {latent_channels}")
-    if (drop := vae.get("token_drop", 3)) != 3 or (length := vae.get("clip_length", 17)) != 17:
-        raise ModelError(f"its VAE encodes {length} frames at once and leaves out {drop} latents; that of H3 17 and 3")
+    length, drop = vae.get("clip_length", 17), vae.get("token_drop", 3)
+    if (length, drop) != (17, 3):
+        raise ModelError(f"its VAE encodes {length} frames at once and drops {drop} latents; that of H3 17 and 3")
     patch = config.get("patch_size", [1, 2, 2])
     if patch[0] != 1 or patch[1] != patch[2]:
         raise ModelError(f"its transformer has patches of {patch} latents")

@@ -133,7 +133,7 @@ def _build_guided_step(negative_embeds: Tensor, scale: float) -> Any:
             predicted = state.noise_pred, state.audio_noise_pred
             own = {name: getattr(state, name) for name in ("prompt_embeds", "denoiser_input_fields")}
             plan = state.row_timestep_plan[i]
-            self.describe_negative(components, state, plan)
+            self.describe_negative(components, state, i, plan)
             super().__call__(components, state, i=i, t=t)
             negative = state.noise_pred, state.audio_noise_pred
             for name, value in own.items():
@@ -143,7 +143,7 @@ def _build_guided_step(negative_embeds: Tensor, scale: float) -> Any:
             state.noise_pred, state.audio_noise_pred = guided
             return components, state
 
-        def describe_negative(self, components: Any, state: Any, plan: tuple[Tensor, Tensor]) -> None:
+        def describe_negative(self, components: Any, state: Any, i: int, plan: tuple[Tensor, Tensor]) -> None:
             """Describe the sequence of tokens with the negative prompt in place of the prompt."""
             import torch
 
