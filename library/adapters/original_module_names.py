@@ -22,7 +22,7 @@ class OriginalModule:
     swaps_scale_shift: bool = False
     """If it has two outputs per input, these are shift and scale, but scale and shift in diffusers."""
     swaps_halves: bool = False
-    """Its outputs are gate and value of a feed-forward layer, but value and gate in diffusers."""
+    """Whether the module has the gate of a feed-forward layer before the values, which diffusers has after them."""
 
 
 @dataclass(frozen=True)

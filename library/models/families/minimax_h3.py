@@ -367,9 +367,18 @@ def _describe_sequence(pipe: Any, num_texts: int, latents: Tensor, num_sounds: i
     from ..constant_copies import copy_constant
 
     step: Any = before_denoise.MiniMaxH3PrepareLayoutStep
-    device, no_text = latents.device, torch.zeros(0, dtype=torch.long)
+    num_frames, height, width = latents.shape[2:]
+    device = latents.device
     positions, tags, frames, sounds, *_ = step.build_packed_sequence(
-        no_text, *latents.shape[2:], num_sounds, pipe.patch_size, pipe.audio_channels, pipe.audio_tag, pipe.video_tag
+        text_token_tags=torch.zeros(0, dtype=torch.long),
+        num_latent_frames=num_frames,
+        latent_height=height,
+        latent_width=width,
+        num_audio_latents=num_sounds,
+        patch_size=pipe.patch_size,
+        audio_channels=pipe.audio_channels,
+        audio_tag=pipe.audio_tag,
+        video_tag=pipe.video_tag,
     )
     levels = torch.zeros_like(tags)
     levels[sounds] = 1  # the second of each sample
@@ -399,7 +408,7 @@ def _unpack_frames(rows: Tensor, latents: Tensor, patch: tuple[int, int, int]) -
     """Bring the tokens of frames into the shape of latents (B, C, F, H, W)."""
     count, channels, *sides = latents.shape
     grid = (side // step for side, step in zip(sides, patch, strict=True))
-    return rows.view(count, *grid, channels, *patch).permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(latents.shape)
+    return rows.view(count, *grid, channels, *patch).permute((0, 4, 1, 5, 2, 6, 3, 7)).reshape(latents.shape)
 
 
 def _pack_sound(sound: Tensor) -> Tensor:
