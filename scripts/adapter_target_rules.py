@@ -55,6 +55,7 @@ def _assign(rule: TargetRule, *families: str) -> dict[str, TargetRule]:
 
 
 QWEN_FAMILIES = ("qwen_image", "qwen_image_edit", "qwen_image_edit_plus")
+KANDINSKY5_FAMILIES = ("kandinsky5_image", "kandinsky5_video", "kandinsky5_i2v")
 WAN_FAMILIES = ("wan", "wan_i2v", "wan_flf2v", "wan22_t2v", "wan22_i2v")
 
 RULES: Mapping[str, Mapping[str, TargetRule]] = {
@@ -86,7 +87,7 @@ RULES: Mapping[str, Mapping[str, TargetRule]] = {
         **_assign(_match_original(r"double_blocks\..*", r".*(_in).*"), "hunyuan_video15", "hunyuan_video15_i2v"),
         **_assign(
             TargetRule(r"(text|visual)_transformer_blocks\..*", r".*modulation.*"),
-            *("kandinsky5_image", "kandinsky5_video"),
+            *KANDINSKY5_FAMILIES,
         ),
     },
     "ai-toolkit": {
@@ -122,7 +123,7 @@ RULES: Mapping[str, Mapping[str, TargetRule]] = {
             _match_suffixes(*(f"attn.{layer}" for layer in (*_ATTENTION, "to_qkv_mlp_proj"))),
             *("flux2_dev", "flux2_klein"),
         ),
-        **_assign(_match_suffixes("to_query", "to_key", "to_value"), "kandinsky5_image", "kandinsky5_video"),
+        **_assign(_match_suffixes("to_query", "to_key", "to_value"), *KANDINSKY5_FAMILIES),
     },
 }
 
@@ -140,6 +141,7 @@ REASONS: Mapping[str, str] = {
     "nucleus_image": "attention and feed-forward layers, without the modulation and the projections of the text",
     "ltx_video095": "as in diffusion-pipe",
     "ltx2": "without the stream of sound, which pictures alone do not train",
+    "kandinsky6_video": "as Kandinsky 5 video; without the stream of sound, which frames alone do not train",
     "minimax_h3": "without the two blocks that refine the text, whose layers all tokens of texts have",
 }
 """Why a family is trained otherwise here than by the other trainers, or than by the one that it follows."""

@@ -42,7 +42,7 @@ AdapterStateDict = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class KeptTensors:
-    """The tensors that ``network_weights`` contains besides the trained layers, which are saved again."""
+    """The tensors that files contain besides the trained layers, most of them since ``network_weights`` had them."""
 
     state_dict: Mapping[str, Tensor] = field(default_factory=dict)
     alphas: Mapping[str, float] = field(default_factory=dict)
@@ -51,14 +51,21 @@ class KeptTensors:
     """A trained layer that shares its lora_A with a layer that cannot change the image, by the name of the latter."""
     embeddings: Mapping[str, Tensor] = field(default_factory=dict)
     """Embeddings that OneTrainer adds to a file, by key."""
+    only_fused: AbstractSet[str] = frozenset()
+    """Layers that files have only as parts of fused ones."""
 
     def add_to(
-        self, state_dict: AdapterStateDict, alphas: Mapping[str, float]
+        self, state_dict: AdapterStateDict, alphas: Mapping[str, float], *, fuses_layers: bool = True
     ) -> tuple[AdapterStateDict, dict[str, float]]:
         """The state dict and the alphas of a file."""
         end = PEFT_SUFFIXES[DOWN]
         shared = {f"{name}.{end}": state_dict[f"{trained}.{end}"] for name, trained in self.siblings.items()}
-        return {**state_dict, **self.state_dict, **shared}, {**alphas, **self.alphas}
+        state, own = {**state_dict, **self.state_dict, **shared}, {**alphas, **self.alphas}
+        if fuses_layers or not self.only_fused:
+            return state, own
+        prefixes = tuple(f"{name}." for name in self.only_fused)
+        state = {key: tensor for key, tensor in state.items() if not key.startswith(prefixes)}
+        return state, {name: alpha for name, alpha in own.items() if name not in self.only_fused}
 
 
 @dataclass(frozen=True)

@@ -152,6 +152,14 @@ def resolve_comfy_format(
     return "kohya" if file_format == "comfy" and has_original_names else file_format
 
 
+def writes_fused_layers(
+    file_format: FileFormat, adapters: Mapping[str, ModuleAdapter], components: Sequence[ComponentKeys]
+) -> bool:
+    """Whether files have the layers of the original model, into which several of diffusers' are fused."""
+    types = {adapter.adapter_type for adapter in adapters.values()}
+    return resolve_comfy_format(file_format, types, components) == "kohya"
+
+
 def _cast_alpha(alpha: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast to the type of the alphas in the file, unless that changes the value, as for fused and split layers."""
     cast = alpha.to(dtype)

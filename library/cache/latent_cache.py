@@ -135,7 +135,8 @@ class LatentEncoder:
                 continue
             tensors = {MOMENTS_TENSOR: value.to(dtype).cpu()}
             for name, rows in frame_cond.items():
-                tensors[FRAME_COND_TENSOR.format(name)] = rows[row].to(dtype).cpu()
+                is_rounded = rows.is_floating_point()  # indices of tokens are not
+                tensors[FRAME_COND_TENSOR.format(name)] = rows[row].to(dtype if is_rounded else rows.dtype).cpu()
             if sound is not None:
                 tensors[SOUND_TENSOR] = self._encode_sound(pipe, sound, sample.num_frames).to(dtype).cpu()
             if mask is not None:

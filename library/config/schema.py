@@ -265,13 +265,13 @@ class ModelConfig:
     )
     image_to_video: bool = define_option(
         False,
-        "train clips with their first frame given (Wan 2.2 TI2V, LTX-Video 0.9.5, LTX-2): it is clean, has timestep 0 "
-        "and is left out of the loss; images are trained as without this option",
+        "train clips with their first frame given (Wan 2.2 TI2V, LTX-Video 0.9.5, LTX-2, Kandinsky 6): it is clean and "
+        "has no loss; images are trained as without this option",
         needs=(OfModel(),),
         changes_text_outputs=False,
     )
     train_audio: bool = define_option(
-        False, "train clips with sound (LTX-2); needs cached latents", needs=(OfModel(),), changes_text_outputs=False
+        False, "train sound (LTX-2, Kandinsky 6); needs cached latents", needs=(OfModel(),), changes_text_outputs=False
     )
     control: Literal["none", "omini", "channels"] = define_option(
         "none",

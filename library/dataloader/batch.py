@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..dataset.clip_windows import FrameRule
+from ..dataset.clip_windows import FIXED_PREFIX, FrameRule
 from ..diffusion.noise import copy_async
 from .images import BadSample
 
@@ -184,7 +184,9 @@ class PixelBatch:
         cond: Cond | None = None
         if self.cond is not None:
             cond = {
-                name: [_resize_text(value[0], length) for length in lengths] if isinstance(value, list) else value
+                name: [_resize_text(value[0], length) for length in lengths]
+                if isinstance(value, list) and not name.startswith(FIXED_PREFIX)
+                else value
                 for name, value in self.cond.items()
             }
         captions = {"same": self.captions[0], "longer": f"{self.captions[0]} {EXTRA_TEXT}", "shorter": "a"}
@@ -236,12 +238,12 @@ def _copy_corner(images: Tensor, target: Tensor) -> None:
 def _build_zeros(value: Tensor, batch_size: int, size: Sequence[int]) -> Tensor:
     """Build zeros like a tensor of ``frame_cond``, of which latents (B, C, F, H, W) have the size of the batch's.
 
-    Those of a first frame alone have one frame.
+    Those of a first frame alone, or of an image, have one frame.
     """
     if value.ndim != 5:
         return value.new_zeros(batch_size, *value.shape[1:])
     frames = size[0] if value.shape[2] > 1 else 1
-    return value.new_zeros(batch_size, value.shape[1], frames, *size[1:])
+    return value.new_zeros(batch_size, value.shape[1], frames, *size[-2:])
 
 
 def _build_silence(rule: FrameRule, batch_size: int, num_frames: int) -> Tensor | None:

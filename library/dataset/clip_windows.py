@@ -14,6 +14,8 @@ FRAME_EXTRACTIONS: tuple[FrameExtraction, ...] = get_args(FrameExtraction)
 TextImages = Literal["none", "controls", "first frame"]
 """The images that a text encoder reads together with a caption: those of editing models, or of a clip its first frame,
 so that its outputs belong to a window and not to a caption alone."""
+FIXED_PREFIX = "fixed_"
+"""The beginning of the keys of text conditioning that a longer caption does not make longer."""
 
 VAE_FRAME_STRIDE = 4
 """Most video autoencoders make one latent frame of the first frame, and one of each four that follow."""
@@ -39,6 +41,8 @@ class FrameRule:
     """The latents of sound per second of a model that is trained on the sound of clips, too; 0: on frames alone."""
     sound_channels: int = 0
     """The channels of a latent of sound."""
+    rounds_sound_up: bool = False
+    """Whether the last latent of sound may end after the last frame; else their number is the nearest."""
     least: int = 1
     """The fewest frames of a clip; above 1, the model is trained on no images, and on no shorter windows."""
 
@@ -67,7 +71,8 @@ class FrameRule:
 
     def count_sound_latents(self, length: int) -> int:
         """Count the latents of the sound of a clip of this length."""
-        return round(length / self.fps * self.sound_rate)
+        latents = length / self.fps * self.sound_rate
+        return math.ceil(latents) if self.rounds_sound_up else round(latents)
 
     def select_sound(self, *, has_sound: bool) -> "FrameRule":
         """Return the rule for clips with sound or without."""

@@ -217,6 +217,7 @@ _SIGNATURE_BY_CLASS: Mapping[str, tuple[str, str]] = {
     "CLIPVisionModel": ("clip_vision", "hidden_size"),
     "CLIPVisionModelWithProjection": ("clip_vision", "hidden_size"),
     "SiglipVisionModel": ("siglip_vision", "hidden_size"),
+    "Siglip2VisionModel": ("siglip_vision", "hidden_size"),
     "T5EncoderModel": ("t5", "d_model"),
     "T5ForConditionalGeneration": ("t5", "d_model"),
     "UMT5EncoderModel": ("t5", "d_model"),

@@ -37,6 +37,7 @@ from .model_configs import (
     build_bundled_reader,
     build_folder_reader,
     build_hub_reader,
+    get_config_name,
     has_config_value,
     is_tokenizer,
     list_config_formats,
@@ -210,8 +211,8 @@ def _detect_from_configs(
         if match is None:
             continue
         for component in facts.components:
-            file = "tokenizer_config.json" if is_tokenizer(component) else "config.json"
-            reject_unread_quantization(read_required(read, f"{component}/{file}"), component)
+            config = read_required(read, f"{component}/{get_config_name(component)}")
+            reject_unread_quantization(config, component)
         reason = f"model_index.json has {name}, and {match.reason}"
         reason = f"set by --family; {reason}" if family_option else reason
         configs = [read(f"{name}/config.json") or {} for name in facts.pipeline.denoisers]

@@ -300,8 +300,8 @@ class ControlFacts:
 
     num_images: tuple[int, int] = (0, 0)
     """The fewest and the most control images of a picture."""
-    are_channels: bool = False
-    """Whether the control image is in channels of the input, and so as large as the picture."""
+    have_picture_size: bool = False
+    """Whether control images are as large as their picture, such as those in channels of the input."""
     are_masks: bool = False
     """Whether the control image is a mask, whose white is painted into the picture."""
     text_tokens_per_image: int = 0

@@ -24,6 +24,7 @@ from ..registry import copy_class_name
 from .checkpoint_inspection import ComponentSource
 from .detect import DetectedModel, detect_model, get_config_reader
 from .families import FAMILIES
+from .families.glm_image import build_prior_tokenizer_class
 from .model_configs import (
     GUIDERS,
     QUANTIZATION,
@@ -32,6 +33,7 @@ from .model_configs import (
     ModelError,
     build_folder_reader,
     build_hub_reader,
+    get_config_name,
     is_component,
     is_hub_reachable,
     is_tokenizer,
@@ -39,7 +41,14 @@ from .model_configs import (
 )
 from .single_file import KeyConversion, build_component, build_key_conversion, load_single_file_component
 from .stored_weights import read_file_weights
-from .tokenizers import build_byte_tokenizer, load_cached_tokenizer, load_pretrained_tokenizer
+from .tokenizers import (
+    PILLOW_PROCESSORS,
+    build_byte_tokenizer,
+    build_pillow_processor_class,
+    choose_image_processor_class,
+    load_cached_tokenizer,
+    load_pretrained_tokenizer,
+)
 from .weights import build_empty_model, build_random_component, cast_persistent_buffers
 
 if TYPE_CHECKING:
@@ -315,6 +324,8 @@ def _load_component(
     keeps_stored: bool = False,
 ) -> Any:
     """Load one component from its own source, the model's single file, the model's folder, or at random."""
+    if family.facts.text_images != "none":
+        component_class = choose_image_processor_class(component_class)
     separate = model.component_sources.get(component)
     if (separate is not None and separate.source_type != "file") or (separate is None and model.bundled_config is None):
         place = (model.path_or_id, component) if separate is None else (separate.path_or_id, separate.subfolder)
@@ -333,9 +344,11 @@ def _load_component(
         )
     if is_tokenizer(component):
         if model.source_type == "random":
-            return build_byte_tokenizer(component_class, read_required(read, f"{component}/tokenizer_config.json"))
+            return build_byte_tokenizer(
+                component_class, read_required(read, f"{component}/{get_config_name(component)}")
+            )
         settings, cache_dir = (
-            read_required(read, f"{component}/tokenizer_config.json"),
+            read_required(read, f"{component}/{get_config_name(component)}"),
             family.model_config.tokenizer_cache_dir,
         )
         return load_cached_tokenizer(
@@ -371,6 +384,10 @@ def import_model_class(library: str, name: str) -> Any:
     """Import a class listed in model_index.json; only diffusers, its pipelines and transformers are trusted."""
     if name == "T5GemmaEncoder":
         return _build_t5gemma_encoder_class()
+    if name == "GlmImageForConditionalGeneration":
+        return build_prior_tokenizer_class()
+    if name in PILLOW_PROCESSORS:
+        return build_pillow_processor_class(name)
     if library in ("diffusers", "transformers"):
         return getattr(importlib.import_module(library), name)
     pipelines = importlib.import_module("diffusers.pipelines")

@@ -109,7 +109,14 @@ def build_bundled_reader(config: Mapping[str, JsonDict]) -> ConfigReader:
 
 def is_tokenizer(component: str) -> bool:
     """Whether a component has no weights: a tokenizer, or a processor of texts and images with one."""
-    return component.startswith(("tokenizer", "t5_tokenizer", "processor", "text_processor"))
+    return component.startswith(("tokenizer", "t5_tokenizer", "processor", "text_processor", "siglip_processor"))
+
+
+def get_config_name(component: str) -> str:
+    """Return the JSON file that each folder of a component has."""
+    if component == "siglip_processor":  # of images alone
+        return "preprocessor_config.json"
+    return "tokenizer_config.json" if is_tokenizer(component) else "config.json"
 
 
 def read_required(read: ConfigReader, name: str) -> JsonDict:

@@ -113,3 +113,30 @@ def decode_sound_latents(vae: Any, vocoder: Any, latents: Tensor) -> Tensor:
         mel = vae.decode(latents.to(vae.device, vae.dtype), return_dict=False)[0]
         sound: Tensor = vocoder(mel)
     return sound.float()
+
+
+@torch.no_grad()
+def encode_mmaudio_latents(vae: Any, samples: Tensor, num_latents: int) -> Tensor:
+    """Encode stereo sound (2, samples) at the VAE's rate to latents (latents, channels), scaled as the pipeline's.
+
+    MMAudio's VAE hears one channel: the mean of both.  The spectrogram is computed where the samples are, on the host.
+    """
+    from diffusers.models.autoencoders.autoencoder_mmaudio import MMAudioMelSpectrogram
+
+    config, length = vae.config, num_latents * vae.latent_hop_length
+    convert: Any = MMAudioMelSpectrogram(config.sample_rate, config.n_fft, config.mel_bins, config.hop_length)
+    mono = functional.pad(samples.mean(0), (0, max(0, length - samples.shape[1])))[:length]
+    mel = convert(mono[None]).to(vae.device, vae.dtype)
+    with disable_autocast(vae):
+        mean, _ = vae.vae.encode(mel).chunk(2, dim=1)
+    latents: Tensor = mean[0].transpose(0, 1) * config.scaling_factor
+    return latents
+
+
+@torch.no_grad()
+def decode_mmaudio_latents(vae: Any, vocoder: Any, latents: Tensor) -> Tensor:
+    """Decode latents (B, channels, latents), as a pipeline returns them, to sound (B, 2, samples) of equal channels."""
+    with disable_autocast(vae):
+        mel = vae.decode(latents.to(vae.device, vae.dtype) / vae.config.scaling_factor, return_dict=False)[0]
+        sound: Tensor = vocoder(mel.to(vocoder.dtype), return_dict=False)[0]
+    return sound.float().expand(-1, 2, -1)

@@ -1,5 +1,6 @@
 """Tokenizers for models that contain none: single-file checkpoints, and models with random weights."""
 
+import importlib
 import json
 import re
 import tempfile
@@ -17,6 +18,7 @@ from transformers import (
     Qwen2Tokenizer,
     Qwen2VLImageProcessorPil,
     Qwen2VLProcessor,
+    Qwen3VLProcessor,
 )
 from transformers.utils import cached_file, is_torchvision_available
 
@@ -46,16 +48,45 @@ class ImageTextProcessor(Qwen2VLProcessor):  # type: ignore[misc]
         super().__init__(image_processor, tokenizer)
 
 
+class ImageTextProcessor3(Qwen3VLProcessor):  # type: ignore[misc]
+    """Qwen3-VL's processor in the same way; most models read texts alone with it, for which a tokenizer is enough."""
+
+    def __init__(self, image_processor: Any, tokenizer: Any) -> None:
+        super().__init__(image_processor, tokenizer)
+
+
 # A pipeline that is saved names transformers' class.
 ImageTextProcessor.__module__, ImageTextProcessor.__name__ = Qwen2VLProcessor.__module__, Qwen2VLProcessor.__name__
+ImageTextProcessor3.__module__, ImageTextProcessor3.__name__ = Qwen3VLProcessor.__module__, Qwen3VLProcessor.__name__
+
+
+def choose_image_processor_class(tokenizer_class: Any) -> Any:
+    """Choose the class of a processor that reads images with texts; the functions below build others for texts."""
+    return ImageTextProcessor3 if tokenizer_class is Qwen3VLProcessor else tokenizer_class
+
+
+PILLOW_PROCESSORS = {"Siglip2ImageProcessor": "siglip2"}
+"""Processors of images alone, with the package of transformers that has one that resizes with Pillow."""
+
+
+def build_pillow_processor_class(name: str) -> Any:
+    """Build a processor of images that resizes with Pillow, whatever is installed, under the name in folders."""
+    package = PILLOW_PROCESSORS[name]
+    module = importlib.import_module(f"transformers.models.{package}.image_processing_pil_{package}")
+    original = getattr(module, f"{name}Pil")
+    return type(name, (original,), {"__module__": original.__module__})
 
 
 def load_pretrained_tokenizer(tokenizer_class: Any, path_or_id: str, subfolder: str = "", **options: Any) -> Any:
     """Load a tokenizer from a folder or the hub, and check that it has a vocabulary."""
-    if tokenizer_class is Qwen2VLProcessor:
+    if tokenizer_class.__name__ in ("Qwen2VLProcessor", "Qwen2_5_VLProcessor"):
+        tokenizer_class = ImageTextProcessor
+    if tokenizer_class in (ImageTextProcessor, ImageTextProcessor3):
         tokenizer = load_pretrained_tokenizer(Qwen2Tokenizer, path_or_id, subfolder, **options)
         files = {"subfolder": subfolder, "local_files_only": options.get("local_files_only", False)}
-        return ImageTextProcessor(Qwen2VLImageProcessorPil.from_pretrained(path_or_id, **files), tokenizer)
+        return tokenizer_class(Qwen2VLImageProcessorPil.from_pretrained(path_or_id, **files), tokenizer)
+    if tokenizer_class.__name__ in PILLOW_PROCESSORS:
+        return tokenizer_class.from_pretrained(path_or_id, subfolder=subfolder, **options)
     if tokenizer_class.__name__ == "Qwen3VLProcessor":
         tokenizer_class = Qwen2Tokenizer  # texts need no more, and the processor of videos needs torchvision
     if tokenizer_class is LlamaTokenizer and _has_byte_level_file(path_or_id, subfolder, options):
@@ -121,6 +152,8 @@ def load_cached_tokenizer(
 
 def build_byte_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any:
     """Build a tokenizer with one token per byte, for models with random weights."""
+    if tokenizer_class is ImageTextProcessor3:
+        return ImageTextProcessor3(_build_qwen3_image_processor(), _build_chat_tokenizer(Qwen2Tokenizer, config))
     builders: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {
         "ByT5Tokenizer": lambda tokenizer_class, _: tokenizer_class(),
         "ChatGLMTokenizer": _build_sentencepiece_tokenizer,
@@ -131,8 +164,10 @@ def build_byte_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any
         "PixtralProcessor": _build_chat_tokenizer,
         "Qwen3VLProcessor": _build_chat_tokenizer,
         "Qwen2VLProcessor": _build_image_text_processor,
+        "Qwen2_5_VLProcessor": _build_image_text_processor,
         "LlamaTokenizer": _build_llama_tokenizer,
         "GemmaTokenizer": _build_gemma_tokenizer,
+        **dict.fromkeys(PILLOW_PROCESSORS, lambda processor_class, settings: processor_class(**settings)),
         "TokenizersBackend": _build_fast_tokenizer,  # PreTrainedTokenizerFast of transformers 5
     }
     return builders[tokenizer_class.__name__](tokenizer_class, config)
@@ -258,6 +293,15 @@ def _build_chat_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> An
 def _build_image_text_processor(tokenizer_class: Any, config: Mapping[str, Any]) -> Any:
     images = Qwen2VLImageProcessorPil(size={"shortest_edge": 3136, "longest_edge": 12845056})  # of Qwen2.5-VL
     return ImageTextProcessor(images, _build_chat_tokenizer(Qwen2Tokenizer, config))
+
+
+def _build_qwen3_image_processor() -> Any:
+    return Qwen2VLImageProcessorPil(
+        size={"shortest_edge": 65536, "longest_edge": 16777216},
+        patch_size=16,
+        image_mean=[0.5, 0.5, 0.5],
+        image_std=[0.5, 0.5, 0.5],
+    )
 
 
 def _write_json(directory: str, name: str, data: Any) -> None:

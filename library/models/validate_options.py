@@ -159,23 +159,22 @@ def _validate_text_mask(model: ModelConfig, attn_mode: str, cp_size: int, detect
 def _validate_datasets(data: DataConfig, cache: CacheConfig, model: DetectedModel) -> Iterator[Problem]:
     """Check bucket steps, resolutions and control images, if the datasets themselves are valid."""
     facts = get_family_facts(model.family)
-    if facts.text_images != "none" and cache.caches_latents and not cache.caches_text_outputs:
-        read = "the control images, which are" if facts.text_images == "controls" else "the first frame, which is"
-        yield Problem(
-            "cache_latents",
-            f"the text encoder of {facts.title} needs {read} not loaded when latents are cached",
-            "add cache_text_encoder_outputs",
-        )
     parsed = load_dataset_config(data) if can_load_datasets(data) else None
+    subsets = [] if parsed is None else [subset for dataset in parsed.datasets for subset in dataset.subsets]
+    needs_images = facts.control.num_images[0] or facts.text_images == "first frame"
+    has_images = any(subset.control_key or subset.control_from_image for subset in subsets)
+    if facts.text_images != "none" and (needs_images or has_images):
+        if cache.caches_latents and not cache.caches_text_outputs:
+            yield _report_text_images(facts)
     if parsed is None or parsed.problems:
         return
     yield from validate_resolution_multiple(parsed.datasets, model.size_multiple, model.short_name)
     if facts.pipeline.frames is None and not model.is_built_in:
         yield from find_clips_for_image_models(parsed.datasets, facts.title, list_video_models())
-    if facts.control.are_channels or facts.control.are_layers:
+    if facts.control.have_picture_size or facts.control.are_layers:
         yield from _find_other_control_sizes(parsed.datasets, facts)
     limits = build_control_limits(model)
-    for subset in (subset for dataset in parsed.datasets for subset in dataset.subsets):
+    for subset in subsets:
         key = subset.control_key or ("control_from_image" if subset.control_from_image else None)
         if subset.multiple_target and not facts.control.are_layers:
             titles = [each.title for each in FAMILY_FACTS.values() if each.control.are_layers]
@@ -195,13 +194,20 @@ def _validate_datasets(data: DataConfig, cache: CacheConfig, model: DetectedMode
             yield from _find_random_controls(subset, facts.text_images)
 
 
+def _report_text_images(facts: FamilyFacts) -> Problem:
+    """Report that a text encoder needs images that are not loaded."""
+    read = "the control images, which are" if facts.text_images == "controls" else "the first frame, which is"
+    reason = f"the text encoder of {facts.title} needs {read} not loaded when latents are cached"
+    return Problem("cache_latents", reason, "add cache_text_encoder_outputs")
+
+
 def _find_other_control_sizes(datasets: Sequence[DatasetConfig], facts: FamilyFacts) -> Iterator[Problem]:
     """Find control images that are not as large as their pictures."""
-    source = "layers with their picture" if facts.control.are_layers else "the control image in channels of its input"
+    source = "layers, which have" if facts.control.are_layers else "a control image, which has"
     for dataset in datasets:
         if dataset.has_own_control_size:
             key = "no_resize_control" if dataset.no_resize_control else "control_resolution"
-            text = f"{facts.title} reads {source}, so that it has the size of the picture"
+            text = f"{facts.title} reads {source} the size of the picture"
             yield dataset.report(key, text, "leave it out")
 
 
@@ -336,7 +342,11 @@ def _validate_frames(prompt: Prompt, model: DetectedModel) -> Iterator[Problem]:
     for key, value in (("image_path", prompt.first_image), ("end_image_path", prompt.last_image)):
         if key in facts.sampling.frame_images and value is None:
             flag, word = ("--i", "begins") if key == "image_path" else ("--ei", "ends")
-            text = f"a clip of {facts.title} {word} with an image" if rule else f"{facts.title} begins with an image"
+            text = (
+                f"a clip of {facts.title} {word} with an image"
+                if rule
+                else f"a preview of {facts.title} is made after an image"
+            )
             yield prompt.report(key, text, f"give one with {flag}")
     ends = {"image_path": prompt.first_image, "end_image_path": prompt.last_image}
     for key, word in (("image_path", "begin"), ("end_image_path", "end")):

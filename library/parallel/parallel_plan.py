@@ -5,7 +5,7 @@ small and runs on every rank, in the model's own ``forward``.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import BoundArguments
@@ -18,8 +18,12 @@ from ..models.base import Family
 from ..registry import copy_class_name
 
 TEXT_LAYER_PATTERN = re.compile(r"\.(add_[qkv]_proj|to_add_out|ff_context|norm1_context|txt_)")
-COLWISE_PATTERN = re.compile(r"\.(to_[qkv]|add_[qkv]_proj|proj_mlp|w1|w3|net\.0\.proj)$")
-ROWWISE_PATTERN = re.compile(r"\.(to_out\.0|to_add_out|w2|net\.2)$")
+COLWISE_PATTERN = re.compile(
+    r"\.(to_[qkv]|to_(query|key|value)|add_[qkv]_proj|proj_mlp|w1|w3|net\.0\.proj|feed_forward\.in_layer)$"
+)
+ROWWISE_PATTERN = re.compile(r"\.(to_out\.0|to_add_out|w2|net\.2|feed_forward\.out_layer)$|att(entio)?n\.out_layer$")
+QUERY_PATTERN = re.compile(r"\.(to_q|to_query|img_attn_qkv)$")
+"""The layers of an attention's queries: one in each attention whose heads are split."""
 
 GATED_ACTIVATIONS = {"GEGLU", "SwiGLU"}
 """diffusers' activations whose projection holds the gate as well."""
@@ -188,6 +192,11 @@ def build_block_sequence(family: Family, denoiser: Any) -> BlockSequence:
     if facts.has_skip_connections:
         return UNetBlockSequence.from_unet(denoiser)
     return BlockSequence.from_lists(denoiser, facts.lists, facts.activation_args)
+
+
+def list_split_attentions(names: Iterable[str]) -> set[str]:
+    """List the attention modules whose heads are split, given the names of layers: those that have queries."""
+    return {name.rpartition(".")[0] for name in names if QUERY_PATTERN.search(name)}
 
 
 def build_parallel_plan(family: Family, denoiser: nn.Module) -> ParallelPlan:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .parallel_plan import TensorParallelPlan
+from .parallel_plan import TensorParallelPlan, list_split_attentions
 from .quantize import FrozenLayer, Ranges, take_ranges
 from .tensor_parallel_norms import ShardedNorm, iter_norms_over_heads
 from .tensor_parallel_weights import TensorParallelWeights, WeightLayout, iter_head_norms
@@ -90,11 +90,12 @@ class TensorParallel:
         return tuple(ranges)
 
     def _shard_attention_heads(self, model: nn.Module, plan: TensorParallelPlan) -> None:
+        attentions = list_split_attentions(plan)
         for name, module in model.named_modules():
             if f"{name}.proj_mlp" in plan and hasattr(module, "mlp_hidden_dim"):
                 module.mlp_hidden_dim = module.mlp_hidden_dim // self.size  # where gate and value are split at it
             heads = getattr(module, "heads", getattr(module, "num_heads", None))
-            if heads is None or f"{name}.to_q" not in plan:
+            if heads is None or name not in attentions:
                 continue
             if heads % self.size:  # refused in preflight
                 raise AssertionError(f"{heads} heads of {name} are not divisible by tp_size {self.size}")

@@ -17,7 +17,7 @@ from .parallel_plan import TensorParallelPlan
 from .quantize import Ranges, take_ranges
 from .sharded_weights import PartialWeights, gather_shards, get_local_shard, list_shard_positions
 
-HEAD_NORM_PATTERN = re.compile(r"\.(norm_(added_)?[qk]|(added_)?[qk]_norm)\.")
+HEAD_NORM_PATTERN = re.compile(r"\.(norm_(added_)?[qk]|(added_|img_attn_|txt_attn_)?[qk]_norm)\.")
 """Norms of the heads of an attention layer: their weights are whole on each rank, which applies them to its heads."""
 
 

@@ -17,7 +17,7 @@ from ..adapters.fused_qkv import needs_scale_shift_swap
 from ..adapters.injection import Adapter, KeptTensors
 from ..adapters.kohya_diffusers_comfyui_keys import EMBEDDING_PREFIX, AdapterFileContents, convert_from_file_format
 from ..adapters.merge import merge_adapter, merge_bias_adapter
-from ..adapters.module_adapter import BIAS, DOWN, PEFT_SUFFIXES, ModuleAdapter, iter_named_tensors
+from ..adapters.module_adapter import BIAS, DOWN, MAGNITUDE, PEFT_SUFFIXES, UP, ModuleAdapter, iter_named_tensors
 from ..adapters.peft_types import RankAlpha
 from ..adapters.validate_file import describe_origin, list_layer_shapes
 from ..config.network_args import get_adapter_type, get_network_args
@@ -382,14 +382,7 @@ def keep_idle_layers(adapter: Adapter, initial_weights: InitialWeights, componen
     if content is None or (idle is None and not content.embeddings):
         return adapter
     updates = {} if idle is None else idle.updates
-    siblings: dict[str, str] = {}
-    for part in components:
-        key_map = part.get_key_map()
-        for group in key_map.group_modules(key_map.filter_known_modules(part.modules)) if key_map.layout else []:
-            names = [f"{part.name}.{module}" for module in group.modules]
-            trained = next((name for name in names if name in adapter.rank_alphas), None)
-            if trained is not None and not initial_weights.independent_modules & set(names):
-                siblings |= {name: trained for name in names if name in updates}
+    siblings = _find_siblings(adapter, updates, components, initial_weights.independent_modules)
     for name, sibling in siblings.items():
         updates[name] = change_alpha(updates[name], adapter.rank_alphas[sibling].alpha)
     state: dict[str, Tensor] = {}
@@ -397,3 +390,43 @@ def keep_idle_layers(adapter: Adapter, initial_weights: InitialWeights, componen
         state |= iter_named_tensors(name, update, PEFT_SUFFIXES)
     alphas = {name: update.alpha for name, update in updates.items()}
     return replace(adapter, kept=KeptTensors(state, alphas, siblings, content.embeddings))
+
+
+def _find_siblings(
+    adapter: Adapter, names: Collection[str], components: Sequence[ComponentKeys], independent: Collection[str]
+) -> dict[str, str]:
+    """Map the layers that are parts of a fused one with trained parts to the first of these."""
+    siblings: dict[str, str] = {}
+    for part in components:
+        key_map = part.get_key_map()
+        for group in key_map.group_modules(key_map.filter_known_modules(part.modules)) if key_map.layout else []:
+            parts = [f"{part.name}.{module}" for module in group.modules]
+            trained = next((name for name in parts if name in adapter.rank_alphas), None)
+            if trained is not None and not any(name in independent for name in parts):
+                siblings |= {name: trained for name in parts if name in names}
+    return siblings
+
+
+def keep_magnitudes(adapter: Adapter, family: Family, pipe: Any) -> Adapter:
+    """Add to a DoRA the idle parts of fused layers, with the magnitudes that their weights have without it.
+
+    A fused layer has one column of magnitudes for all of its parts.
+    """
+    if adapter.adapter_type != "dora":
+        return adapter
+    idle = [name for name in _list_idle_modules(family, pipe) if name not in adapter.kept.alphas]
+    siblings = _find_siblings(adapter, idle, collect_component_keys(family, pipe), ())
+    state, alphas = dict(adapter.kept.state_dict), dict(adapter.kept.alphas)
+    for name, sibling in siblings.items():
+        component, _, module = name.partition(".")
+        rows: Tensor = getattr(pipe, component).get_submodule(module).weight.detach().float().flatten(1)
+        size = adapter.rank_alphas[sibling]
+        tensors = {
+            DOWN: rows.new_zeros(size.rank, rows.shape[1]),
+            UP: rows.new_zeros(len(rows), size.rank),
+            MAGNITUDE: torch.linalg.vector_norm(rows, dim=1),
+        }
+        state |= iter_named_tensors(name, ModuleAdapter(tensors, size.alpha), PEFT_SUFFIXES)
+        alphas[name] = size.alpha
+    kept = replace(adapter.kept, state_dict=state, alphas=alphas, only_fused=siblings.keys())
+    return replace(adapter, kept=replace(kept, siblings={**kept.siblings, **siblings}))

@@ -23,7 +23,12 @@ from ..adapters.client_compatibility import (
 from ..adapters.file_comparison import compare_file_with_model
 from ..adapters.file_reader import InvalidAdapterFileError, read_safetensors
 from ..adapters.injection import Adapter
-from ..adapters.kohya_diffusers_comfyui_keys import FileFormat, convert_from_file_format, convert_to_file_format
+from ..adapters.kohya_diffusers_comfyui_keys import (
+    FileFormat,
+    convert_from_file_format,
+    convert_to_file_format,
+    writes_fused_layers,
+)
 from ..adapters.metadata import add_model_hashes
 from ..adapters.module_adapter import group_by_module
 from ..config.schema_output import SaveConfig
@@ -158,6 +163,8 @@ def build_adapter_file(
     is_auto = save_format == "auto"
     form: Any = choose_file_format(adapters, components, family.facts.lora.format) if is_auto else save_format
     equal_alphas = is_auto and needs_equal_alphas(adapters, components, form)
+    if not writes_fused_layers(form, adapters, components):
+        state, alphas = adapter.kept.add_to(dict(state_dict), adapter.alphas, fuses_layers=False)
     try:
         tensors, metadata = convert_to_file_format(state, alphas, components, form, equal_alphas=equal_alphas)
     except UserError as error:

@@ -66,7 +66,7 @@ from ..parallel.strategy import Strategy
 from ..parallel.trained_block_swap import TrainedBlockSwap, swap_trained_blocks
 from .full_weights import build_full_modules, build_full_param_groups, format_full_summary, get_trained_dtypes
 from .nan_and_oom_handling import BadSamples, NanGuard, OomRecovery
-from .network_weights import InitialWeights, keep_idle_layers, load_network_weights
+from .network_weights import InitialWeights, keep_idle_layers, keep_magnitudes, load_network_weights
 from .param_groups import build_param_groups
 from .preflight import check_objective
 from .preservation import build_preservation
@@ -303,7 +303,8 @@ def _inject_adapters(
         config, family, pipe, initial_weights.rank_alphas, initial_weights.independent_modules
     )
     load_network_weights(trained, adapter, initial_weights)
-    return trained, keep_idle_layers(adapter, initial_weights, collect_component_keys(family, pipe))
+    adapter = keep_idle_layers(adapter, initial_weights, collect_component_keys(family, pipe))
+    return trained, keep_magnitudes(adapter, family, pipe)
 
 
 def _prepare_trainable_parameters(

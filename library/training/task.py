@@ -333,7 +333,8 @@ class DiffusionTask:
     def _encode_images(self, pixel_batch: PixelBatch) -> tuple[Moments, dict[str, Tensor]]:
         """Encode images or clips, and what the model gets of their own frames, unless both are cached."""
         if pixel_batch.moments is not None:
-            frame_cond = {name: self.to_device(value).float() for name, value in (pixel_batch.frame_cond or {}).items()}
+            copied = {name: self.to_device(value) for name, value in (pixel_batch.frame_cond or {}).items()}
+            frame_cond = {name: value.float() if value.is_floating_point() else value for name, value in copied.items()}
             return Moments(self.to_device(pixel_batch.moments.mean_and_std)), frame_cond
         if pixel_batch.pixels is None:
             raise AssertionError("a batch has pixels or moments")

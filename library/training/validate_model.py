@@ -28,7 +28,7 @@ from ..models.validate_options import validate_attention_mode, validate_splits
 from ..optim.optimizers import resolve_optimizer
 from ..parallel.cuda_graphs import find_graph_obstacle
 from ..parallel.frozen_base import find_innermost_blocks
-from ..parallel.parallel_plan import build_block_sequence, build_tensor_parallel_plan
+from ..parallel.parallel_plan import build_block_sequence, list_split_attentions
 from ..parallel.quantized_matmul import QUANT_TYPES, find_matmul_obstacle
 from ..parallel.validate_engines import validate_device_map
 from ..problems import Problem
@@ -147,7 +147,7 @@ def _validate_attention_heads(parallel: ParallelConfig, denoiser: Any) -> Iterat
     if not sizes:
         return
     total = math.prod(sizes.values())
-    names = [name.rpartition(".")[0] for name in build_tensor_parallel_plan(denoiser) if name.endswith(".to_q")]
+    names = list_split_attentions(name for name, _ in denoiser.named_modules())
     heads = {count for name in names for count in _list_head_counts(denoiser.get_submodule(name))}
     if indivisible := sorted(number for number in heads if number % total):
         fitting = [size for size in range(2, total + 8) if not any(number % size for number in heads)]
@@ -277,7 +277,7 @@ def validate_slider_family(
     elif build_control_limits(detected).describe_problem(0) or facts.text_images == "controls":
         reason = "needs control images"
     elif type(family).encode_frame_cond is not Family.encode_frame_cond:
-        reason = "needs the frames of clips themselves"
+        reason = f"needs the {'pictures' if facts.pipeline.frames is None else 'frames of clips'} themselves"
     if reason:
         fix = "use a model that makes its pictures or clips of texts alone"
         yield Problem("slider_prompts", f"{facts.title} {reason}", fix, others=("pretrained_model_name_or_path",))

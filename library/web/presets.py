@@ -65,7 +65,11 @@ CHOSEN_PRESETS: Mapping[str, FamilyPreset] = {
 }
 """Starting points of models for which more is known; those of all other families follow."""
 
-SMALLER_MODELS: Mapping[str, int] = {"wan": 1_418_996_800, "wan_vace": 2_153_972_032, "kandinsky5_video": 2_007_702_848}
+SMALLER_MODELS: Mapping[str, int] = {
+    **{"wan": 1_418_996_800, "wan_vace": 2_153_972_032},
+    **dict.fromkeys(("kandinsky5_video", "kandinsky5_i2v"), 2_007_702_848),
+    "kandinsky6_video": 3_176_632_424,
+}
 """The parameters of presets that are not the largest model of their family."""
 
 PRESETS: Mapping[str, FamilyPreset] = {

@@ -41,6 +41,9 @@ def test_a_family_passes_the_checks_of_the_program(sentence, case):
     try:
         check(*case)
     except CheckSkippedError:
+        if sentence == "layers that are computed together read one input":
+            assert case[1].family.startswith("joyimage_edit"), "whose query, key and value are one layer"
+            return
         assert sentence == "text encoders can be trained through the prompts"
         assert not case[0].facts.lora.text_encoders
 
@@ -153,7 +156,7 @@ BLOCKS = {
 }
 """Block classes of diffusers in which the reference trainer of a family trains the linear layers."""
 EXCLUDED = {
-    "z_image": r"_modulation|_refiner",
+    **dict.fromkeys(("z_image", "z_image_omni"), r"_modulation|_refiner"),
     **dict.fromkeys(("qwen_image", "qwen_image_edit", "qwen_image_edit_plus", "qwen_image_layered"), r"_mod\."),
     "aura_flow": r"norm1|\.ff",
     "ovis_image": r"norm|\.ff|\.proj_",

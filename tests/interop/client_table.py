@@ -76,6 +76,7 @@ SAME_FILES = {
     "qwen_image_edit_plus": "qwen_image",
     "qwen_image_layered": "qwen_image",
     "longcat_image_edit": "longcat_image",
+    "z_image_omni": "z_image",
 }
 """Editing models whose files have the names of another model's."""
 SD_SCRIPTS_BLOCKS = {

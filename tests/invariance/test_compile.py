@@ -329,15 +329,17 @@ def make_batch(**changes):
 
 
 def test_a_dummy_batch_has_the_shapes_of_its_size():
-    moments = Moments(torch.randn(2, 2, 4, 8, 12))
-    dummy = make_batch(moments=moments, cond={"embeds": [make_tensor(5, 3), make_tensor(9, 3)]}).build_dummy_batch(
-        (32, 128), 3
-    )
+    moments, ends = Moments(torch.randn(2, 2, 4, 8, 12)), [make_tensor(2, 3), make_tensor(2, 3)]
+    cond = {"embeds": [make_tensor(5, 3), make_tensor(9, 3)], "fixed_end": ends}
+    tokens = {"tokens": torch.ones(2, 1, 1, 8, 12, dtype=torch.int)}
+    dummy = make_batch(moments=moments, cond=cond, frame_cond=tokens).build_dummy_batch((32, 128), 3)
+    assert dummy.frame_cond["tokens"].shape == (3, 1, 1, 16, 4) and dummy.frame_cond["tokens"].dtype == torch.int
     assert dummy.moments.mean_and_std.shape == (3, 2, 4, 16, 4) and dummy.pixels is None
     assert dummy.size_conditioning[0].tolist() == [80, 120, 0, 0, 128, 32] and dummy.loss_weights.tolist() == [1, 1, 1]
     assert (dummy.captions, dummy.sample_keys, dummy.global_positions) == (("a", "b", "a"), ("x", "y", "x"), (0, 1, 2))
     assert [len(row) for row in dummy.cond["embeds"]] == [5, 9, 5]
-    assert [len(row) for row in dummy.vary_text_lengths(["same", "longer", "shorter"]).cond["embeds"]] == [5, 69, 2]
+    varied = dummy.vary_text_lengths(["same", "longer", "shorter"]).cond
+    assert [len(row) for row in varied["embeds"]] == [5, 69, 2] and [len(row) for row in varied["fixed_end"]] == [2] * 3
     assert make_batch(pixels=torch.ones(2, 3, 64, 96)).build_dummy_batch((32, 128), 1).pixels.shape == (1, 3, 128, 32)
 
 

@@ -18,6 +18,7 @@ from library.models.validate_options import validate_model_options
 MODEL = ("--pretrained_model_name_or_path", "random:flux_kontext:tiny", "--network_train_unet_only")
 EDIT = ("--pretrained_model_name_or_path", "random:qwen_image_edit_plus:2511:tiny")
 LONGCAT = ("--pretrained_model_name_or_path", "random:longcat_image_edit:tiny")
+OMNI = ("--pretrained_model_name_or_path", "random:z_image_omni:tiny")
 CACHES = ("--cache_latents", "--cache_text_encoder_outputs")
 SGD = ("--optimizer_type", "SGD", "--learning_rate", "0.1", "--network_alpha", "4")
 
@@ -97,7 +98,9 @@ def test_previews_show_their_control_images(data, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("model", "size", "count"), [(EDIT, " --w 64 --h 64", 2), (LONGCAT, "", 1)], ids=["qwen_image_edit_plus", "longcat"]
+    ("model", "size", "count"),
+    [(EDIT, " --w 64 --h 64", 2), (OMNI, " --w 64 --h 64", 2), (LONGCAT, "", 1)],
+    ids=["qwen_image_edit_plus", "z_image_omni", "longcat"],
 )
 def test_captions_are_cached_together_with_the_control_images_that_the_text_encoder_reads(
     data, tmp_path, monkeypatch, model, size, count
@@ -115,9 +118,11 @@ def test_captions_are_cached_together_with_the_control_images_that_the_text_enco
     on_disk = [f"{cache}_to_disk" for cache in CACHES]
     for name, caches in {"texts": CACHES[1:], "disk": on_disk}.items():
         assert max_relative_difference(plain, run(data, tmp_path / name, "p", *flags, *caches)) < 1e-5
-    pictures = [path.read_bytes() for path in tmp_path.glob("*/sample/p_*.png")]
+    pictures = [Image.open(path) for path in tmp_path.glob("*/sample/p_*.png")]
+    differences = [max(high for _, high in ImageChops.difference(each, pictures[0]).getextrema()) for each in pictures]
     losses = [read_validation_losses(tmp_path / name) for name in ("plain", "texts", "disk")]
-    assert losses[0] and losses == [losses[0]] * 3 and pictures == [pictures[0]] * 3
+    assert losses[0] and losses == [losses[0]] * 3 and len(pictures) == 3
+    assert max(differences) <= (1 if model is OMNI else 0)  # of 255, after adapters that rounding tells apart
     for image in (tmp_path / "controls").glob("*.png"):
         ImageChops.invert(Image.open(image)).save(image)
     others = run(data, tmp_path / "others", "p", *flags, *on_disk)

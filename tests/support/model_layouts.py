@@ -60,6 +60,7 @@ def convert_denoiser(family: str, pipe: Any, part: str | None = None) -> dict[st
         return original_checkpoints.convert_unet_to_ldm(pipe.unet) if is_ldm else pipe.unet.state_dict()
     base = {"longcat_image_edit": "longcat_image"}.get(family, family)
     base = "flux" if family in ("flux_kontext", "flux_fill", "flux_control") else base
+    base = "z_image" if family == "z_image_omni" else base
     base = "qwen_image" if family.startswith("qwen_image_edit") else base
     base = "wan" if family in ("skyreels_v2", *EXPERTS) else base
     return original_checkpoints.TRANSFORMERS.get(base, nn.Module.state_dict)(transformer)

@@ -184,7 +184,6 @@ def _list_choices(option: str) -> Iterator[Value]:
 
 LEFT_OUT = {
     "hunyuan_video_i2v": "it is trained on clips alone, and the rows have images",
-    "mochi": "a DoRA of its last block cannot be written with ComfyUI's names, which saving says and not the settings",
 }
 
 

@@ -21,6 +21,7 @@ from diffusers.modular_pipelines.anima.encoders import encode_vae_image
 from diffusers.modular_pipelines.minimax_h3 import before_denoise
 from diffusers.pipelines.flux import pipeline_flux_fill
 from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video, pipeline_hunyuan_video_image2video
+from diffusers.pipelines.joyimage import image_processor as joyimage_processor
 from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
 from diffusers.pipelines.ltx import pipeline_ltx_condition
 from diffusers.pipelines.ltx2 import pipeline_ltx2_image2video
@@ -38,10 +39,12 @@ from diffusers.pipelines.wan.pipeline_wan_video2video import retrieve_latents
 from diffusers.utils.torch_utils import randn_tensor
 from PIL import Image
 from torch import Tensor
+from transformers.models.glm_image.image_processing_pil_glm_image import GlmImageImageProcessorPil
 
 from library.config.schema import ModelConfig
 from library.models.detect import detect_model
 from library.models.families import FAMILIES, IMAGE_TO_VIDEO_FAMILIES
+from library.models.families import joyimage_edit as joyimage_edit_family
 from library.models.families import qwen_image_layered as qwen_image_layered_family
 from library.models.loading import import_model_class
 from library.models.model_configs import load_bundled_config
@@ -445,6 +448,39 @@ def z_image() -> TinyCase:
     )
 
 
+def z_image_omni() -> TinyCase:
+    """Two references, whose sides are multiples of 16, so that the pipeline crops nothing of what SigLIP reads."""
+    tiny, source = z_image(), "random:z_image_omni:tiny"
+    pipe, gradient = _load(source), Image.linear_gradient("L").rotate(30)
+    picture = Image.merge("RGB", [gradient, gradient.rotate(90), gradient.rotate(50)])
+    controls, vae = tuple(picture.resize(size) for size in ((112, 80), (64, 96))), pipe.vae
+    start, between, end = _draw_tensors((4, 32), (3, 32), (2, 32))
+    pieces, latents = {"start": start[0], "between": between[0], "end": end[0]}, []
+    with torch.no_grad():
+        for image in controls:
+            mode = vae.encode(pipe.image_processor.preprocess(image)).latent_dist.mode()
+            latents.append(((mode - vae.config.shift_factor) * vae.config.scaling_factor).expand(2, -1, -1, -1))
+        (grids,) = pipe.prepare_siglip_embeds(list(controls), 1, torch.device("cpu"), torch.float32)
+    pieces |= {f"reference{number}": grid for number, grid in enumerate([*grids, torch.zeros(1, 1, 24)])}
+    embeds, images = tiny.batch.cond["embeds"], {"image": list(controls)}
+    cond = {"embeds": embeds, **{f"fixed_{name}": [row, row] for name, row in pieces.items()}}
+    return replace(
+        tiny,
+        family="z_image_omni",
+        pipe=pipe,
+        batch=replace(tiny.batch, cond=cond, control_latents=tuple(latents)),
+        call={
+            "prompt_embeds": [[pieces["start"], pieces["between"], row, pieces["end"]] for row in embeds],
+            **images,
+        },
+        sizes=images,
+        texts=images,
+        encode=_build_vae_encoder("FluxInpaintPipeline"),
+        source=source,
+        controls=controls,
+    )
+
+
 def qwen_image() -> TinyCase:
     texts, latents = _draw_tensors((13, 32), (4, HEIGHT // 8, WIDTH // 8))
     embeds = [texts[0], texts[1, :7]]
@@ -526,6 +562,7 @@ def shrink_references(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda area, ratio: (*_compute_reference_size(REFERENCE_AREA, ratio), None),
     )
     monkeypatch.setattr(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", REFERENCE_AREA)
+    monkeypatch.setitem(joyimage_processor.BUCKETS, 1024, [(HEIGHT, WIDTH), (128, 128)])
 
 
 def _build_edit_case(source: str, *sizes: tuple[int, int]) -> TinyCase:
@@ -614,6 +651,81 @@ def qwen_image_layered() -> TinyCase:
         unpack_latents=lambda rows: pipe._unpack_latents(rows, HEIGHT, WIDTH, layers, 8),
         controls=(image,),
         add_channels=add_alpha,
+    )
+
+
+def joyimage_edit() -> TinyCase:
+    """A picture and its reference; the pipeline draws latents of the reference, of which the mean is taken here."""
+    tiny, source = qwen_image_edit(), "random:joyimage_edit:tiny"
+    pipe, image = _load(source), tiny.controls[0]
+
+    class MeanPipeline(type(pipe)):
+        def prepare_latents(self, *args: Any, **kwargs: Any) -> Any:
+            with mock.patch.object(DiagonalGaussianDistribution, "sample", DiagonalGaussianDistribution.mode):
+                return super().prepare_latents(*args, **kwargs)
+
+    pipe.__class__ = copy_class_name(MeanPipeline, type(pipe))
+    crop = pipe.vae_image_processor.resize_center_crop(image, (HEIGHT, WIDTH))
+    with torch.no_grad():
+        shape = 1, 4, HEIGHT, WIDTH, 1
+        _, reference = pipe.prepare_latents(*shape, torch.float32, torch.device("cpu"), None, image=[crop])
+    texts, latents = _draw_tensors((13, 16), (4, HEIGHT // 8, WIDTH // 8))
+    embeds, images = texts[:, :7], {"image": image}
+    return TinyCase(
+        "joyimage_edit",
+        pipe,
+        replace(
+            build_batch(latents, {"embeds": [embeds[0], embeds[1]]}),
+            control_latents=(reference[:, 0, :, 0].expand(2, -1, -1, -1),),
+        ),
+        {"prompt_embeds": embeds[:1], "prompt_embeds_mask": torch.ones(1, 7).long(), **images},
+        images,
+        _build_vae_encoder("QwenImageInpaintPipeline", is_video=True),
+        source,
+        lambda latents: latents[:, None, :, None],
+        lambda latents: latents if latents.ndim == 4 else latents[:, -1, :, 0],
+        select_prediction=lambda latents: latents[:, -1:],
+        texts=images,
+        controls=(image,),
+        max_rows=1,
+        blocks=("JoyImageTransformerBlock",),
+    )
+
+
+def _drop_full_mask(arguments: dict[str, Any]) -> dict[str, Any]:
+    mask = arguments.get("encoder_hidden_states_mask")
+    is_full = mask is not None and bool(mask.all())
+    return {name: value for name, value in arguments.items() if not (is_full and name == "encoder_hidden_states_mask")}
+
+
+def joyimage_edit_plus() -> TinyCase:
+    tiny, source = joyimage_edit(), "random:joyimage_edit_plus:tiny"
+    pipe, images, references = _load(source), [tiny.controls[0], tiny.controls[0].rotate(90).resize((90, 120))], []
+    mean, std = (torch.tensor(pipe.vae.config[f"latents_{name}"]).view(1, -1, 1, 1, 1) for name in ("mean", "std"))
+    for image, size in zip(images, ((HEIGHT, WIDTH), (128, 128)), strict=True):
+        pixels = pipe.image_processor.preprocess(pipe.image_processor.resize_center_crop(image, size))
+        with torch.no_grad():
+            encoded = pipe.vae.encode(pixels.unsqueeze(2)).latent_dist.mode()
+        references.append(((encoded - mean) / std).squeeze(2).expand(2, -1, -1, -1))
+    call = {**tiny.call, "images": images}
+    del call["image"]
+    return replace(
+        tiny,
+        family="joyimage_edit_plus",
+        pipe=pipe,
+        batch=replace(tiny.batch, control_latents=tuple(references)),
+        call=call,
+        sizes={"images": images},
+        texts={"images": images},
+        source=source,
+        pack_latents=lambda latents: latents.unsqueeze(2),
+        unpack_latents=lambda patches: joyimage_edit_family.unfold_patches(patches, HEIGHT // 8, WIDTH // 8),
+        pack_prediction=joyimage_edit_family.fold_patches,
+        select_prediction=lambda patches: patches[:, : HEIGHT // 16 * (WIDTH // 16)],
+        simplify_call=_drop_full_mask,
+        tolerances={"rtol": 1e-5, "atol": 1e-5},
+        controls=tuple(images),
+        blocks=("JoyImageEditPlusTransformerBlock",),
     )
 
 
@@ -720,6 +832,51 @@ def bria_fibo_edit() -> TinyCase:
         texts={"image": images},
         source="random:bria_fibo_edit:tiny",
         controls=tuple(images),
+    )
+
+
+def _clear_padding(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Clear the states of text tokens that the mask excludes, which the pipeline leaves."""
+    mask, states = arguments.get("encoder_attention_mask"), arguments["encoder_hidden_states"]
+    return arguments if mask is None else {**arguments, "encoder_hidden_states": states * mask[:, None, :, None]}
+
+
+def bria_fibo2() -> TinyCase:
+    """Texts of different length, of a caption and of one with references, in sizes that the pipeline leaves."""
+    pipe, images = _load("random:bria_fibo2:tiny"), [draw_frame_image(0).resize((128, 128)), draw_frame_image(1)]
+    images[1] = images[1].resize((160, 112))
+    generator = torch.Generator().manual_seed(5)
+    pipe.vae.bn.running_mean = torch.randn(16, generator=generator)
+    pipe.vae.bn.running_var = torch.rand(16, generator=generator) + 0.5
+
+    class SmallPipeline(type(pipe)):
+        default_sample_size = property(lambda self: 16, lambda self, size: None)
+
+    pipe.__class__ = copy_class_name(SmallPipeline, type(pipe))
+    (latents,) = _draw_tensors((4, HEIGHT // 8, WIDTH // 8))
+    texts = ["A caption that is longer. " * 4, "Blau"]
+    with torch.no_grad():
+        cond = FAMILIES.get("bria_fibo2")().encode_prompts_with_controls(pipe, texts, [images] * 2)
+        pixels, _ = pipe.image_processor.preprocess(images, area=128 * 128)
+        references = pipe.prepare_image_latents(pixels, 2, torch.device("cpu"), torch.float32)
+
+    def encode(pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+        return torch.cat(pipe.prepare_image_latents(pixels.split(1), 1, pixels.device, pixels.dtype))
+
+    return TinyCase(
+        "bria_fibo2",
+        pipe,
+        replace(build_batch(latents, cond), control_latents=tuple(references)),
+        {"prompt": texts[:1], "image": images},
+        {"image": images},
+        encode,
+        "random:bria_fibo2:tiny",
+        simplify_call=_clear_padding,
+        texts={"image": images},
+        controls=tuple(images),
+        max_rows=1,
+        blocks=("BriaFibo2TransformerBlock", "BriaFibo2PerceiverLayer"),
+        untrained=r"^noise_refiner|adaLN|^perceiver.*(self_attention|ffn)",
     )
 
 
@@ -879,6 +1036,60 @@ def cogview4() -> TinyCase:
         encodes_prompts_alone=True,
         blocks=("Attention",),
     )
+
+
+def glm_image() -> TinyCase:
+    """Its language model, which would write the image tokens, is left out: they are those of a picture."""
+    pipe, source = _load("random:glm_image:tiny"), "random:glm_image:tiny"
+    gradient = Image.linear_gradient("L").rotate(30).resize((WIDTH, HEIGHT))
+    image = Image.merge("RGB", [gradient, gradient.rotate(180), gradient.rotate(90)])
+    tokens = tokenize_by_processor(pipe.vision_language_encoder.model, image)
+    embeds, latents = _draw_tensors((9, 24), (4, HEIGHT // 8, WIDTH // 8))
+    prior = {
+        "prior": tokens.repeat_interleave(4, 0).repeat_interleave(4, 1)[None, None, None].expand(2, -1, -1, -1, -1)
+    }
+    ids = {"prior_token_ids": tokens.repeat_interleave(2, 0).repeat_interleave(2, 1).flatten()[None]}
+    batch = build_batch(latents, {"embeds": list(embeds), "is_empty": torch.zeros(2, 1)}, (0, 0, 0, 0, HEIGHT, WIDTH))
+
+    def encode(pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+        parts = zip(pixels.split(1), generators, strict=True)
+        draws = [pipe.vae.encode(pixel).latent_dist.sample(generator) for pixel, generator in parts]
+        mean, std = (torch.tensor(each).view(1, -1, 1, 1) for each in list_latent_statistics(pipe.vae))
+        return (torch.cat(draws) - mean) / std
+
+    return TinyCase(
+        "glm_image",
+        pipe,
+        replace(batch, frame_cond=prior),
+        {"prompt_embeds": embeds[:1], **ids},
+        ids,
+        encode,
+        source,
+        texts=ids,
+        build_negative=lambda pipe, text: {},
+        simplify_call=lambda call: {name: value for name, value in call.items() if name != "prior_token_drop"},
+        frame_images=(image,),
+        captions=("a sign with 'red' and \"blue\"", "'7'"),
+        max_rows=1,
+        encodes_prompts_alone=True,
+        blocks=("Attention",),
+    )
+
+
+def list_latent_statistics(vae: Any) -> tuple[list[float], list[float]]:
+    return vae.config.latents_mean, vae.config.latents_std
+
+
+def tokenize_by_processor(model: Any, image: Image.Image) -> Tensor:
+    """The image tokens of a picture (rows, columns) as GLM-Image makes them of one that it edits."""
+    settings = {"patch_size": 16, "merge_size": 1, "temporal_patch_size": 1}
+    processor = GlmImageImageProcessorPil(size={"shortest_edge": 1, "longest_edge": 2048**2}, **settings)
+    inputs = processor(images=[image], return_tensors="pt")
+    ((_, rows, columns),) = inputs["image_grid_thw"].tolist()
+    with torch.no_grad():
+        states = model.visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"]).pooler_output
+        features = states.view(1, rows, columns, -1).permute(0, 3, 1, 2)
+        return model.vqmodel.encode(features).image_tokens.view(rows, columns).int()
 
 
 def anima() -> TinyCase:
@@ -1791,6 +2002,89 @@ def kandinsky5_video() -> TinyCase:
     )
 
 
+def kandinsky5_i2v() -> TinyCase:
+    """A clip of two latent frames, of which the first is given, in the place of noise."""
+    tiny = replace(kandinsky5_video(), family="kandinsky5_i2v", source="random:kandinsky5_i2v:tiny")
+    tiny = _add_frame_images(replace(tiny, pipe=_load(tiny.source)), "image", num_frames=5)
+    given = tiny.batch.frame_cond["first"].permute(0, 2, 3, 4, 1)
+
+    def pack(latents: Tensor) -> Tensor:
+        frames = torch.cat([given[: len(latents)], latents.permute(0, 2, 3, 4, 1)[:, 1:]], dim=1)
+        packed = torch.cat([frames, torch.zeros_like(frames), torch.zeros_like(frames[..., :1])], dim=-1)
+        packed[:, 0, ..., -1] = 1
+        return packed
+
+    return replace(tiny, pack_latents=pack, pack_prediction=lambda prediction: prediction.permute(0, 2, 3, 4, 1)[:, 1:])
+
+
+def _drop_kandinsky6_padding(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The pipeline gives the transformer masks (B, tokens), which the family gives the axes of attention."""
+    mask = arguments.get("encoder_attention_mask")
+    return drop_padding({**arguments, "encoder_attention_mask": None if mask is None else mask.flatten(1)})
+
+
+def kandinsky6_video() -> TinyCase:
+    embeds, pooled, latents = _draw_tensors((9, 32), (16,), (4, 1, HEIGHT // 8, WIDTH // 8))
+    options, pipe = {"num_frames": 1, "sample_audio": False}, _load("random:kandinsky6_video:tiny")
+    module = sys.modules[type(pipe).__module__]
+    template, start = module._PROMPT_TEMPLATE, module._QWEN_CROP_START
+    longest = len(pipe.tokenizer.tokenizer(template.format("a red circle on white ground")).input_ids)
+
+    def scale(pipe: Any, latents: Tensor) -> Tensor:
+        return latents * pipe.vae.config.scaling_factor
+
+    return TinyCase(
+        "kandinsky6_video",
+        pipe,
+        build_batch(latents, {"embeds": list(embeds), "pooled": pooled}),
+        {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled, **options},
+        options,
+        _build_frame_encoder(scale),
+        "random:kandinsky6_video:tiny",
+        pack_prediction=lambda latents: latents.permute(0, 2, 3, 4, 1),
+        encode_clips=_build_clip_encoder(scale),
+        texts={**options, "max_sequence_length": longest - start},  # sums round by the padding
+        simplify_call=_drop_kandinsky6_padding,
+        compares_arguments=False,  # texts that are not padded are rounded in another way
+        tolerances={"rtol": 1e-4, "atol": 1e-5},
+        blocks=("Kandinsky6TransformerEncoderBlock", "Kandinsky6FusedTransformerDecoderBlock"),
+        untrained=r"modulation|audio_|\.(va|av)_",
+    )
+
+
+class RepeatedImage(diffusers.Kandinsky6TI2VAPipeline if hasattr(diffusers, "Kandinsky6TI2VAPipeline") else object):
+    """The pipeline takes an image for each prompt, here the same one, and draws its latents, here their mean."""
+
+    def encode_image(self, *args: Any, **options: Any) -> Tensor:
+        with pytest.MonkeyPatch.context() as patch:
+            module = sys.modules[diffusers.Kandinsky6TI2VAPipeline.__module__]
+            patch.setattr(module, "retrieve_latents", lambda encoded, **more: encoded.latent_dist.mode())
+            return super().encode_image(*args, **options)
+
+    def __call__(self, *args: Any, image: Any = None, **options: Any) -> Any:
+        prompts = next(
+            each for each in (options.get("prompt"), *args, options.get("prompt_embeds")) if each is not None
+        )
+        count = 1 if isinstance(prompts, str) else len(prompts)
+        return super().__call__(*args, image=image and [image] * count, **options)
+
+
+RepeatedImage.__name__ = "Kandinsky6TI2VAPipeline"
+
+
+def kandinsky6_video_from_image() -> TinyCase:
+    """A clip of two latent frames, after which the pipeline adds the given one; what it predicts of that is unused."""
+    tiny, options = kandinsky6_video(), ModelConfig("random:kandinsky6_video:tiny", image_to_video=True)
+    family, model = IMAGE_TO_VIDEO_FAMILIES["kandinsky6_video"], detect_model(options)
+    tiny = _add_frame_images(replace(tiny, family=family, model=model), "image", num_frames=5)
+    given, tiny.pipe.__class__ = list[Tensor](), RepeatedImage
+    tiny.pipe.transformer.register_forward_hook(lambda module, inputs, output: given.append(output[0][:, -1:]))
+    return replace(
+        tiny,
+        pack_prediction=lambda prediction: torch.cat([prediction.permute(0, 2, 3, 4, 1), given[-1]], dim=1),
+    )
+
+
 def sana_video() -> TinyCase:
     tiny, (texts,) = wan("sana_video"), _draw_tensors((13, 24))
     mask, one_frame = torch.tensor([[1] * 13, [1] * 7 + [0] * 6]), {"num_frames": 1}
@@ -1886,6 +2180,7 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "flux2_klein": flux2_klein,
     "flux2_klein_with_references": flux2_klein_with_references,
     "z_image": z_image,
+    "z_image_omni": z_image_omni,
     "qwen_image": qwen_image,
     "qwen_image21": qwen_image21,
     "qwen_image_edit": qwen_image_edit,
@@ -1895,8 +2190,11 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "aura_flow": aura_flow,
     "ovis_image": ovis_image,
     "bria": bria,
+    "joyimage_edit": joyimage_edit,
+    "joyimage_edit_plus": joyimage_edit_plus,
     "bria_fibo": bria_fibo,
     "bria_fibo_edit": bria_fibo_edit,
+    "bria_fibo2": bria_fibo2,
     "longcat_image": longcat_image,
     "longcat_image_edit": longcat_image_edit,
     "ernie_image": ernie_image,
@@ -1904,6 +2202,7 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "krea2": krea2,
     "sana": sana,
     "cogview4": cogview4,
+    "glm_image": glm_image,
     "anima": anima,
     "flux3": flux3,
     "hunyuan_image": hunyuan_image,
@@ -1935,6 +2234,9 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "cogvideox15": cogvideox15,
     "mochi": mochi,
     "kandinsky5_video": kandinsky5_video,
+    "kandinsky5_i2v": kandinsky5_i2v,
+    "kandinsky6_video": kandinsky6_video,
+    "kandinsky6_video_from_image": kandinsky6_video_from_image,
     "sana_video": sana_video,
     "minimax_h3": minimax_h3,
     "hidream": hidream,

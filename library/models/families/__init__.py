@@ -36,16 +36,20 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "flux2_klein": ".flux2:Flux2Klein",
         "flux3": ".flux3:Flux3",
         "z_image": ".z_image:ZImage",
+        "z_image_omni": ".z_image_omni:ZImageOmni",
         "qwen_image": ".qwen_image:QwenImage",
         "qwen_image21": ".qwen_image21:QwenImage21",
         "qwen_image_edit": ".qwen_image_edit:QwenImageEdit",
         "qwen_image_layered": ".qwen_image_layered:QwenImageLayered",
         "qwen_image_edit_plus": ".qwen_image_edit:QwenImageEditPlus",
+        "joyimage_edit": ".joyimage_edit:JoyImageEdit",
+        "joyimage_edit_plus": ".joyimage_edit:JoyImageEditPlus",
         "aura_flow": ".aura_flow:AuraFlow",
         "ovis_image": ".ovis_image:OvisImage",
         "bria": ".bria:Bria",
         "bria_fibo": ".bria_fibo:BriaFibo",
         "bria_fibo_edit": ".bria_fibo_edit:BriaFiboEdit",
+        "bria_fibo2": ".bria_fibo2:BriaFibo2",
         "longcat_image": ".longcat_image:LongCatImage",
         "longcat_image_edit": ".longcat_image_edit:LongCatImageEdit",
         "ernie_image": ".ernie_image:ErnieImage",
@@ -53,6 +57,7 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "krea2": ".krea2:Krea2",
         "sana": ".sana:Sana",
         "cogview4": ".cogview4:CogView4",
+        "glm_image": ".glm_image:GlmImage",
         "hidream": ".hidream:HiDream",
         "kolors": ".kolors:Kolors",
         "kandinsky5_image": ".kandinsky5_image:Kandinsky5Image",
@@ -85,6 +90,8 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "cogvideox15": ".cogvideox15:CogVideoX15",
         "mochi": ".mochi:Mochi",
         "kandinsky5_video": ".kandinsky5_video:Kandinsky5Video",
+        "kandinsky5_i2v": ".kandinsky5_video:Kandinsky5I2V",
+        "kandinsky6_video": ".kandinsky6_video:Kandinsky6Video",
         "sana_video": ".sana_video:SanaVideo",
         "minimax_h3": ".minimax_h3:MiniMaxH3",
     },
@@ -106,12 +113,15 @@ IMAGE_TO_VIDEO_FAMILIES: Mapping[str, str] = {
     "wan22_ti2v": f"{__package__}.wan22_ti2v:WanTI2VFromImage",
     "ltx_video095": f"{__package__}.ltx_video095:LTXVideo095FromImage",
     "ltx2": f"{__package__}.ltx2:LTX2FromImage",
+    "kandinsky6_video": f"{__package__}.kandinsky6_video:Kandinsky6VideoFromImage",
 }
 """The family that trains with ``--image_to_video`` in place of each of these."""
 
 SOUND_FAMILIES: Mapping[str, str] = {
     "ltx2": f"{__package__}.ltx2:LTX2WithSound",
     IMAGE_TO_VIDEO_FAMILIES["ltx2"]: f"{__package__}.ltx2:LTX2FromImageWithSound",
+    "kandinsky6_video": f"{__package__}.kandinsky6_video:Kandinsky6VideoWithSound",
+    IMAGE_TO_VIDEO_FAMILIES["kandinsky6_video"]: f"{__package__}.kandinsky6_video:Kandinsky6VideoFromImageWithSound",
     "minimax_h3": f"{__package__}.minimax_h3:MiniMaxH3WithSound",
 }
 """The family that trains with ``--train_audio`` in place of each of these."""

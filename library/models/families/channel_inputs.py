@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of a call of the denoiser: positional ones, and those by name."""
 
-ONE_CONTROL = ControlFacts(num_images=(1, 1), are_channels=True)
+ONE_CONTROL = ControlFacts(num_images=(1, 1), have_picture_size=True)
 ONE_MASK = replace(ONE_CONTROL, are_masks=True)
 """The control images of a model with one condition, and of one that paints into a picture."""
 

@@ -44,7 +44,7 @@ def _match_cogview4(read: ConfigReader) -> FamilyMatch:
     return match_flow_model(read, 1, f"the transformer has {config.get('num_layers')} blocks")
 
 
-def _build_shift(config: Mapping[str, Any]) -> TimestepShift:
+def build_dynamic_shift(config: Mapping[str, Any]) -> TimestepShift:
     """Read the shift of the pipeline's scheduler, which grows with the side of the image."""
     if not config.get("use_dynamic_shifting"):
         return build_timestep_shift(config)
@@ -93,7 +93,7 @@ FACTS = FamilyFacts(
         has_variable_length=True,
     ),
     training_noise=TrainingNoiseFacts(
-        read_pipeline_shift=lambda read: _build_shift(read_scheduler_config(read)),
+        read_pipeline_shift=lambda read: build_dynamic_shift(read_scheduler_config(read)),
         other_trainers={"ai-toolkit": LOGIT_NORMAL},
     ),
     sampling=SamplingFacts(num_inference_steps=50, guidance_scale=5.0),
@@ -107,7 +107,7 @@ class CogView4(Family):
 
     @classmethod
     def prepare_denoiser(cls, denoiser: Any) -> None:
-        processor = _build_attention_processor()
+        processor = build_attention_processor()
         for block in denoiser.transformer_blocks:
             block.attn1.set_processor(processor)
 
@@ -117,7 +117,7 @@ class CogView4(Family):
     def build_noise_process(self, pipe: Any) -> FlowMatchingProcess:
         from ...diffusion.process import FlowMatchingProcess
 
-        return FlowMatchingProcess(_build_shift(pipe.scheduler.config))
+        return FlowMatchingProcess(build_dynamic_shift(pipe.scheduler.config))
 
     def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
         from .. import text_encoding
@@ -173,8 +173,8 @@ class CogView4(Family):
         )
 
 
-def _build_attention_processor() -> Any:
-    """diffusers' attention of CogView4 with a mask that excludes padding after the text.
+def build_attention_processor() -> Any:
+    """diffusers' attention of CogView4, and of GLM-Image, with a mask that excludes padding after the text.
 
     Its own, as of 0.42, adds a mask of ones and zeros to the scores.
     """
@@ -191,6 +191,7 @@ def _build_attention_processor() -> Any:
             attention_mask: Tensor | None = None,
             image_rotary_emb: Any = None,
             text_mask: Tensor | None = None,
+            kv_cache: Any = None,  # of GLM-Image: of pictures that it edits
         ) -> tuple[Tensor, Tensor]:
             sizes = [encoder_hidden_states.shape[1], hidden_states.shape[1]]
             tokens = torch.cat([encoder_hidden_states, hidden_states], dim=1)

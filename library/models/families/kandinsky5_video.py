@@ -1,4 +1,4 @@
-"""Kandinsky 5 video: the transformer of Kandinsky 5 image over latents of HunyuanVideo's VAE; flow matching."""
+"""Kandinsky 5 video, from text or the first frame: the transformer of Kandinsky 5 image over HunyuanVideo's VAE."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...dataset.clip_windows import FrameRule
 from ...diffusion.timestep_shift import FixedShift
+from ...registry import copy_class_name
 from ..base import BaseModelInfo, Family
 from ..facts import DetectionFacts, FamilyMatch, PipelineFacts, SamplingFacts, SingleFileFacts, TrainerNames
 from ..family_noise_levels import NoiseLevels, TrainingNoiseFacts
@@ -14,6 +15,9 @@ from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import match_flow_model
 from .kandinsky5_image import FACTS as IMAGE_FACTS
 from .kandinsky5_image import MAX_SIDE_POSITIONS, Kandinsky5Image, rename_channels
+
+NUM_EVENED_FRAMES = 4
+"""The first latent frames whose mean and deviation the pipeline from images draws to those of the frames after them."""
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -99,12 +103,103 @@ class Kandinsky5Video(Kandinsky5Image):
         return self.decode_latents(pipe, latents.permute(0, 4, 1, 2, 3))
 
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
+        return self.predict_clips(pipe, denoiser, noisy_latents, timesteps, batch)
+
+    def predict_clips(
+        self,
+        pipe: Any,
+        denoiser: nn.Module,
+        latents: Tensor,
+        timesteps: Tensor,
+        batch: Batch,
+        *,
+        num_given_frames: int = 0,
+    ) -> Tensor:
+        """Run the denoiser; the mask in the last channel tells it how many of the first latent frames are given.
+
+        The channels between the latents and the mask are zeros in every published model, also from images.
+        """
         from torch.nn.functional import pad
 
-        # Without a first frame, its latents and the mask of frames that are given are zeros.
-        states = pad(noisy_latents.permute(0, 2, 3, 4, 1), (0, noisy_latents.shape[1] + 1))
-        height, width = (side * pipe.vae_scale_factor_spatial for side in noisy_latents.shape[3:])
+        states = pad(latents.permute(0, 2, 3, 4, 1), (0, latents.shape[1] + 1))
+        states[:, :num_given_frames, ..., -1] = 1
+        height, width = (side * pipe.vae_scale_factor_spatial for side in latents.shape[3:])
         predicted = self.call_denoiser(
             denoiser, states, timesteps, batch, scale_factor=pipe._get_scale_factor(height, width)
         )
         return predicted.permute(0, 4, 1, 2, 3)
+
+
+IMAGE_TO_VIDEO_FACTS = replace(
+    FACTS,
+    title="Kandinsky 5 I2V",
+    pipeline=replace(
+        FACTS.pipeline,
+        class_name="Kandinsky5I2VPipeline",
+        hub_id="kandinskylab/Kandinsky-5.0-I2V-Lite-5s-Diffusers",
+    ),
+    detection=replace(
+        FACTS.detection,
+        trainer_names=TrainerNames(
+            simpletuner=("kandinsky5-video",),
+            simpletuner_flavours={
+                "i2v-lite-5s": "kandinskylab/Kandinsky-5.0-I2V-Lite-5s-Diffusers",
+                "i2v-pro-sft-5s": "kandinskylab/Kandinsky-5.0-I2V-Pro-sft-5s-Diffusers",
+            },
+            variant_pattern="i2v",
+        ),
+    ),
+    lora=replace(FACTS.lora, modelspec_architecture="kandinsky-5-i2v"),
+    sampling=replace(FACTS.sampling, frame_images=("image_path",)),
+    notes="Lite and Pro, 5 s from the first frame; diffusers folders",
+)
+
+
+class Kandinsky5I2V(Kandinsky5Video):
+    """The first frame of a clip is given as clean latents in its own place; an image is trained as from text."""
+
+    facts = IMAGE_TO_VIDEO_FACTS
+
+    def get_pipeline_class(self) -> Any:
+        return _build_image_pipeline_class()
+
+    def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
+        return BaseModelInfo("kandinsky5_i2v", "kandinsky-5-i2v")
+
+    def encode_frame_cond(self, pipe: Any, pixels: Tensor, moments: Moments) -> dict[str, Tensor]:
+        """The latents of the first frame alone: the VAE normalizes groups of channels over all frames of a clip."""
+        from ..vae import as_clips
+
+        return {"first": self.encode_moments(pipe, as_clips(pixels)[:, :, :1]).mean_and_std[:, 0]}
+
+    def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
+        import torch
+
+        if noisy_latents.shape[2] == 1:
+            return super().predict(pipe, denoiser, noisy_latents, timesteps, batch)
+        latents = torch.cat([batch.frame_cond["first"].to(noisy_latents), noisy_latents[:, :, 1:]], dim=2)
+        return self.predict_clips(pipe, denoiser, latents, timesteps, batch, num_given_frames=1)
+
+    def select_trained_frames(self, loss: Tensor, batch: Batch) -> Tensor:
+        return loss[:, :, 1:] if loss.shape[2] > 1 else loss
+
+
+def _build_image_pipeline_class() -> Any:
+    """diffusers' pipeline, which also samples clips of at most 13 frames: there, their first frames become NaN.
+
+    The VAE gets the given frame in its own dtype, where there it gets that of the transformer.
+    """
+    from diffusers import Kandinsky5I2VPipeline
+
+    pipeline: Any = Kandinsky5I2VPipeline
+
+    class GivenFramePipeline(pipeline):  # type: ignore[misc]
+        def prepare_latents(self, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
+            return super().prepare_latents(*args, dtype=self.vae.dtype, **kwargs).to(dtype)
+
+        def normalize_first_frame(self, latents: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if latents.shape[1] <= NUM_EVENED_FRAMES:  # no frames are left to whose statistics these could be drawn
+                return latents
+            return super().normalize_first_frame(latents, *args, **kwargs)
+
+    return copy_class_name(GivenFramePipeline, pipeline)

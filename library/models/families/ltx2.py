@@ -30,12 +30,11 @@ from ..facts import (
 )
 from ..family_noise_levels import LOGIT_NORMAL, WEIGHTED, TrainingNoiseFacts
 from ..model_configs import CONNECTOR_TOKENS, ConfigReader, ModelError, get_downscale_factor, read_required
+from ..trained_sound import TrainedSound
 from .ltx_video import FACTS as LTX_FACTS
 from .ltx_video import FRAME_STRIDE, OUTER_NAMES, LTXVideo, match_ltx_video, rename_outer_modules
 
 if TYPE_CHECKING:
-    import torch
-    from PIL.Image import Image
     from torch import Tensor, nn
 
     from ...dataloader.batch import Batch, Cond
@@ -336,16 +335,8 @@ def _add_sound(facts: FamilyFacts) -> FamilyFacts:
     )
 
 
-class _WithSound(LTX2):
+class _WithSound(TrainedSound, LTX2):
     """The methods of the model trained with sound; the class stands before that of the model without."""
-
-    @classmethod
-    def prepare_denoiser(cls, denoiser: nn.Module) -> None:
-        super().prepare_denoiser(denoiser)
-        denoiser.has_silent_steps = True  # type: ignore[assignment]
-
-    def get_unused_layers(self, denoiser: Any) -> tuple[str, ...]:
-        return ()
 
     def encode_sound(self, pipe: Any, samples: Tensor, rate: int, num_frames: int) -> Tensor:
         from ..sound import encode_sound_latents, resample
@@ -354,34 +345,6 @@ class _WithSound(LTX2):
         count = round(num_frames / rule.fps * own_rate)
         own = resample(samples, rate, own_rate)[:, own_rate : own_rate + count]
         return encode_sound_latents(pipe.audio_vae, own, rule.count_sound_latents(num_frames))
-
-    def predict_with_sound(
-        self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch
-    ) -> tuple[Tensor, Tensor | None]:
-        outputs = list[Any]()
-
-        def keep_output(**inputs: Any) -> Any:
-            outputs.append(denoiser(**inputs))
-            return outputs[0]
-
-        call: Any = keep_output
-        predicted = self.predict(pipe, call, noisy_latents, timesteps, batch)
-        return predicted, None if batch.noisy_sound is None else outputs[0][1]
-
-    def generate_clip(
-        self,
-        pipe: Any,
-        prompt: Prompt,
-        cond: Cond,
-        negative_cond: Cond,
-        generator: torch.Generator,
-        sampler: str | None,
-    ) -> tuple[list[Image], SoundTrack | None]:
-        from ..sampling import sample_clip
-
-        sampling_kwargs = self.build_prompt_kwargs(pipe, prompt, cond, negative_cond)
-        frames, sound = sample_clip(self, pipe, prompt, sampling_kwargs, generator=generator, sampler=sampler)
-        return frames, sound if len(frames) > 1 else None
 
     def decode_sampled_sound(self, pipe: Any, output: Any) -> SoundTrack:
         from ...dataset.clip_encoding import SoundTrack

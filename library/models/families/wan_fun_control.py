@@ -53,7 +53,7 @@ FACTS = replace(
         targets_of="",
         modelspec_architecture="wan2.1-fun-control",
     ),
-    control=ControlFacts(num_images=(1, 1), are_channels=True),
+    control=ControlFacts(num_images=(1, 1), have_picture_size=True),
     sampling=SamplingFacts(num_inference_steps=50, guidance_scale=6.0, image_size=(832, 480)),
     options=FamilyOptions(
         components=TEXT_FACTS.options.components,

@@ -100,7 +100,7 @@ FACTS = replace(
             **dict.fromkeys(("pp", "cp"), "its blocks for the control pass their states to several others"),
         },
     ),
-    control=ControlFacts(num_images=(1, 2), are_channels=True),
+    control=ControlFacts(num_images=(1, 2), have_picture_size=True),
     training_noise=TrainingNoiseFacts(shift=WAN_FACTS.training_noise.shift, reason="as Wan 2.1"),
     options=FamilyOptions(components=WAN_FACTS.options.components),
     notes="from a control clip, and a mask over time; LoRA of the blocks for the control",

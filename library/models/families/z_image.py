@@ -39,7 +39,7 @@ Z_IMAGE_MAX_SEQUENCE_LENGTH = 512
 def _match_z_image(read: ConfigReader) -> FamilyMatch:
     config = read_required(read, "transformer/config.json")
     if config.get("siglip_feat_dim") is not None:
-        raise ModelError("it is Z-Image-Omni, which takes images as input; use Z-Image or Z-Image-Turbo")
+        raise ModelError("its transformer is that of Z-Image-Omni; its pipeline has to be ZImageOmniPipeline")
     variant = "Turbo" if _is_turbo(read_scheduler_config(read)) else "base"
     return match_flow_model(
         read, 1, f"the transformer has {config.get('n_layers')} blocks, its scheduler is of {variant}"
@@ -51,20 +51,22 @@ def _is_turbo(scheduler_config: Mapping[str, Any]) -> bool:
     return float(scheduler_config.get("shift", 3.0)) <= 3.0
 
 
-_LAYOUT: tuple[OriginalModule, ...] = tuple(
-    original
-    for blocks in ("layers", "noise_refiner", "context_refiner")
-    for original in (
-        OriginalModule(
-            f"{blocks}.{{}}.attention.qkv",
-            tuple(f"{blocks}.{{}}.attention.{part}" for part in ("to_q", "to_k", "to_v")),
-        ),
-        OriginalModule(f"{blocks}.{{}}.attention.out", (f"{blocks}.{{}}.attention.to_out.0",)),
+def build_layout(*more_blocks: str) -> tuple[OriginalModule, ...]:
+    """Build the modules with other names in the original Z-Image, of its blocks and of more lists of blocks."""
+    return tuple(
+        original
+        for blocks in ("layers", "noise_refiner", "context_refiner", *more_blocks)
+        for original in (
+            OriginalModule(
+                f"{blocks}.{{}}.attention.qkv",
+                tuple(f"{blocks}.{{}}.attention.{part}" for part in ("to_q", "to_k", "to_v")),
+            ),
+            OriginalModule(f"{blocks}.{{}}.attention.out", (f"{blocks}.{{}}.attention.to_out.0",)),
+        )
     )
-)
-"""The modules with other names in the original Z-Image."""
 
-ORIGINAL_KEYS = KeyStyle("z_image", _LAYOUT)
+
+ORIGINAL_KEYS = KeyStyle("z_image", build_layout())
 Z_IMAGE_KEYS = KeyStyle(
     "diffusers", has_lokr_in_diffusers=True, unread_in_comfyui={"kohya": "loads no attention layers of this layout"}
 )

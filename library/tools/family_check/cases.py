@@ -60,6 +60,8 @@ class TinyCase:
     """The inverse of ``pack_latents``."""
     pack_prediction: Callable[[Tensor], Tensor] | None = None
     """Pack latents of the family as the diffusers scheduler gets them, if it is not as the pipeline takes them."""
+    select_prediction: Callable[[Tensor], Tensor] = return_unchanged
+    """Select from what the diffusers scheduler gets the part of the picture itself."""
     convert_timesteps: Callable[[Tensor], Tensor] = return_unchanged
     """Convert timesteps of the diffusers scheduler to those of the family, where they count the other way."""
     scale: str = "guidance_scale"
@@ -87,6 +89,8 @@ class TinyCase:
     """The control images that the text encoder reads with each prompt."""
     frame_images: tuple[Image, ...] = ()
     """The images that the clip begins and ends with, in the order of ``sampling.frame_images``."""
+    captions: tuple[str, str] = ("a red circle on white ground", "Blau, 7")
+    """Texts that are encoded in another way than each other."""
     num_frames: int = 1
     """Frames of the clip."""
     dropped_frames: int = 0

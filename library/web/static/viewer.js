@@ -49,7 +49,6 @@ const Viewer = (() => {
       for (const each of layers) if (!each.clip.hidden) each.clip.currentTime = 0;
       video.play().catch(() => {});
     } else empty(video);
-    byId("viewer-sound").hidden = layers.every((each) => each.clip.hidden);
   }
 
   function empty(video) {
@@ -63,6 +62,7 @@ const Viewer = (() => {
     // The clip of which more is seen is heard.
     const heard = [at < 50 ? over : under, under, over].find((each) => !each.clip.hidden);
     for (const each of layers) each.clip.muted = !isHeard || each !== heard;
+    byId("viewer-sound").hidden = !heard;
   }
 
   function toggleSound() {
@@ -99,6 +99,7 @@ const Viewer = (() => {
       if (!clip.hasAttribute("src")) return;
       picture.hidden = false;
       clip.hidden = true;
+      split();
     });
   }
   // Both clips show the same moment.

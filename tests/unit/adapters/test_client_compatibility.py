@@ -65,6 +65,7 @@ def test_the_default_file_is_right_in_diffusers_or_the_run_says_what_is_lost(nam
         lost = dict.fromkeys(families, "loads nothing of this layout")
         peft_alone = "does not load LoRA of this transformer, which peft does"
         lost |= dict.fromkeys(("pixart_sigma", "prx", "prx_pixel"), peft_alone)
+        lost |= dict.fromkeys(("joyimage_edit", "joyimage_edit_plus"), "does not load LoRA of this transformer")
         assert file.client_losses == ({"diffusers": lost[name]} if name in lost else {})
     if kind == "LoRA, T5":
         assert len(wrong) == 1, "all but T5 works"

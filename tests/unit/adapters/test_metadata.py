@@ -190,7 +190,8 @@ def test_the_implementation_is_the_one_that_sd_scripts_names():
         ),
         **dict.fromkeys(("cogvideox", "cogvideox15"), "https://github.com/THUDM/CogVideo"),
         "mochi": "https://github.com/genmoai/mochi",
-        "kandinsky5_video": "https://github.com/kandinskylab/kandinsky-5",
+        **dict.fromkeys(("kandinsky5_video", "kandinsky5_i2v"), "https://github.com/kandinskylab/kandinsky-5"),
+        "kandinsky6_video": "https://github.com/kandinskylab/kandinsky-6",
         "sana_video": "https://github.com/NVlabs/Sana",
         "minimax_h3": "https://huggingface.co/MiniMaxAI/MiniMax-H3",
     }

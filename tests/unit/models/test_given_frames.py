@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import diffusers
 import pytest
 import torch
 from family_cases import build_case
@@ -12,11 +13,16 @@ from library.models.detect import detect_model
 from library.models.families import FAMILIES, IMAGE_TO_VIDEO_FAMILIES
 
 __all__ = ["build_case"]  # a fixture
-CASES = [
-    f"{name}_from_image"
-    for name, family in IMAGE_TO_VIDEO_FAMILIES.items()
-    if issubclass(FAMILIES.get(family), CleanFirstFrame)
-]
+TEXT_CASES = {
+    **{
+        f"{name}_from_image": name
+        for name, family in IMAGE_TO_VIDEO_FAMILIES.items()
+        if issubclass(FAMILIES.get(family), CleanFirstFrame)
+    },
+    "kandinsky5_i2v": "kandinsky5_video",
+}
+"""The case of the same model from text alone, by that of the model from the first frame."""
+CASES = [*TEXT_CASES]
 pytestmark = pytest.mark.slow
 
 
@@ -50,7 +56,7 @@ def test_the_given_frame_has_no_loss(name, build_case):
 @torch.no_grad()
 def test_an_image_is_trained_as_from_text_alone(name, build_case):
     family, tiny = build_case(name)
-    text, plain = build_case(name.removesuffix("_from_image"))
+    text, plain = build_case(TEXT_CASES[name])
     image = plain.batch.latents
     ours = predict(family, tiny, image)
     theirs = predict(text, plain, image)
@@ -64,3 +70,15 @@ def test_the_option_chooses_the_family(name):
     assert detect_model(f"random:{name}:tiny").family == name
     options = ModelConfig(f"random:{name}:tiny", image_to_video=True)
     assert detect_model(options).family == IMAGE_TO_VIDEO_FAMILIES[name]
+
+
+@torch.no_grad()
+def test_previews_of_kandinsky_5_are_evened_as_in_diffusers_where_it_makes_no_nan_of_them(build_case):
+    """diffusers draws the first four latent frames to the next ones, also where there are none."""
+    _, tiny = build_case("kandinsky5_i2v")
+    pipe, plain = tiny.pipe, diffusers.Kandinsky5I2VPipeline(**tiny.pipe.components)
+    clip = torch.randn(1, 7, 4, 6, 4, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(pipe.normalize_first_frame(clip), plain.normalize_first_frame(clip))
+    short = clip[:, :4]
+    assert plain.normalize_first_frame(short).isnan().any(), "the pipeline of this program needs no method of its own"
+    assert pipe.normalize_first_frame(short) is short

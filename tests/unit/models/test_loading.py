@@ -12,6 +12,8 @@ from family_cases import build_case, each_family, get_modules, make_generators, 
 from loaded_weights import assert_same_weights, list_loaded_components
 from safetensors.torch import load_file
 from tiny_pipelines import TINY
+from transformers import ByT5Tokenizer
+from transformers.image_processing_utils import BaseImageProcessor
 
 from library.errors import ConfigError
 from library.models import loading
@@ -84,6 +86,9 @@ def test_a_saved_model_loads_with_the_same_weights(each_family, tmp_path):
     assert not any(part.training for part in get_modules(family, pipe).values())
     for name in family.facts.text.tokenizer_repo_ids:
         parts = [getattr(each, name) for each in (pipe, tiny.pipe)]
+        if isinstance(parts[0], BaseImageProcessor):
+            assert parts[0].to_dict() == parts[1].to_dict()
+            continue
         rows = [(part if hasattr(part, "vocab_size") else part.tokenizer)("a red circle").input_ids for part in parts]
         assert rows[0] == rows[1]
         if hasattr(parts[1], "image_processor"):
@@ -99,8 +104,10 @@ def test_a_model_with_fp16_weights_only_is_loaded(each_family, tmp_path):
 
 def test_a_tokenizer_without_vocabulary_is_reported(each_family, tmp_path):
     family, tiny = each_family
-    tiny.pipe.save_pretrained(tmp_path)
     (part, *_) = family.facts.text.tokenizer_repo_ids
+    if isinstance(getattr(tiny.pipe, part), ByT5Tokenizer):
+        pytest.skip("a tokenizer of bytes has no vocabulary")
+    tiny.pipe.save_pretrained(tmp_path)
     for path in (tmp_path / part).iterdir():
         if path.name != "tokenizer_config.json":
             path.unlink()

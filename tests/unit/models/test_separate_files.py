@@ -19,7 +19,9 @@ from library.parallel.stored_base import keep_stored_layers
 __all__ = ["build_case"]  # a fixture
 FOLDERS_ONLY = (
     *("kolors", "ltx_video", "ltx_video095", "ltx2", "prx", "prx_pixel", "nucleus_image", "bria_fibo_edit"),
+    "glm_image",
     *("cogvideox", "cogvideox15", "mochi", "kandinsky5_video", "sana_video", "skyreels_v2_i2v", "bria", "bria_fibo"),
+    *("bria_fibo2", "kandinsky5_i2v", "kandinsky6_video"),
     "minimax_h3",
 )
 NAMES = [name for name in FAMILY_FACTS if name not in (*FOLDERS_ONLY, *model_layouts.EXPERTS)]

@@ -340,6 +340,10 @@ def test_clips_are_played_at_one_moment_and_heard_where_they_are_seen(window):
     assert window.evaluate(
         "document.querySelector('#viewer-sound').hidden && !document.querySelector('#viewer-over').hidden"
     )
+    window.press("ArrowDown")
+    window.wait_for("!document.querySelector('#viewer-sound').hidden")
+    window.evaluate(f"{clips}.forEach((each) => each.src = 'data:video/mp4,broken')")
+    window.wait_for("document.querySelector('#viewer-sound').hidden && !document.querySelector('#viewer-over').hidden")
     window.press("Escape")
     window.wait_for_focus("[data-picture]")
     assert window.evaluate(f"{clips}.every((each) => each.paused && !each.hasAttribute('src'))")

@@ -79,7 +79,7 @@ _FLUX2 = (*(f"attn.{name}" for name in ATTENTION), "attn.to_qkv_mlp_proj")
 DEFAULT_TARGETS: Mapping[str, tuple[str, ...]] = {
     "aura_flow": FLUX_TARGETS["all"],
     **dict.fromkeys(("flux2_dev", "flux2_klein"), _FLUX2),
-    **dict.fromkeys(("kandinsky5_image", "kandinsky5_video"), ("to_key", "to_query", "to_value")),
+    **dict.fromkeys(("kandinsky5_image", "kandinsky5_video", "kandinsky5_i2v"), ("to_key", "to_query", "to_value")),
 }
 """The layers that are trained by default, where these are not those of ``ATTENTION``."""
 MODULE_CLASSES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
