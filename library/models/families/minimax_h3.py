@@ -413,9 +413,9 @@ def _unpack_frames(rows: Tensor, latents: Tensor, patch: tuple[int, int, int]) -
 
 def _pack_sound(sound: Tensor) -> Tensor:
     """Bring latents of sound (B, latents, left and right) into tokens: those of the left channel, then of the right."""
-    return sound.unflatten(2, (STEREO, -1)).transpose(1, 2).flatten(1, 2)
+    return sound.view(*sound.shape[:2], STEREO, -1).transpose(1, 2).flatten(1, 2)
 
 
 def _unpack_sound(rows: Tensor) -> Tensor:
     """Invert ``_pack_sound``."""
-    return rows.unflatten(1, (STEREO, -1)).transpose(1, 2).flatten(2)
+    return rows.view(len(rows), STEREO, -1, rows.shape[2]).transpose(1, 2).flatten(2)
