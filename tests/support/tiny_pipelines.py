@@ -2112,7 +2112,7 @@ class SilentH3:
 
 def minimax_h3() -> TinyCase:
     """A clip of as few frames as the decoder makes, since it makes no image."""
-    texts, latents = _draw_tensors((13, 8), (4, 7, HEIGHT // 16, WIDTH // 16))
+    texts, latents = _draw_tensors((13, 8), (4, 7, HEIGHT // 8, WIDTH // 8))
     pipe, frames = _load("random:minimax_h3:tiny"), {"num_frames": 22}
     silent_class = type("SilentPipeline", (SilentH3, type(pipe)), {})
     pipe.__class__ = copy_class_name(silent_class, type(pipe))

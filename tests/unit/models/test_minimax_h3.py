@@ -60,8 +60,8 @@ def test_pictures_and_sound_are_predicted_as_in_the_pipeline_at_noise_levels_of_
     levels = theirs["timestep"].tolist()
     assert len(levels) == 2 and 0 < levels[0] < levels[1] < 1
 
-    grid = theirs["hidden_states"].view(1, 7, HEIGHT // 32, WIDTH // 32, 4, 1, 2, 2)
-    latents = grid.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(1, 4, 7, HEIGHT // 16, WIDTH // 16)
+    grid = theirs["hidden_states"].view(1, 7, HEIGHT // 16, WIDTH // 16, 4, 1, 2, 2)
+    latents = grid.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(1, 4, 7, HEIGHT // 8, WIDTH // 8)
     left, right = theirs["audio_hidden_states"].chunk(2, dim=1)
     batch = replace(slice_rows(tiny.batch, slice(1)), noisy_sound=torch.cat([left, right], dim=2))
     times = torch.full((1,), 1000 - 1000 * levels[0])
