@@ -104,6 +104,7 @@ RULES: Mapping[str, Mapping[str, TargetRule]] = {
         "ideogram4": _match_original(r".*layers.*"),
         "prx_pixel": _match_part("blocks"),
         "ltx2": _match_part("transformer_blocks"),
+        "minimax_h3": _match_part("blocks", r".*adaln_proj.*"),
         "nucleus_image": _match_part("transformer_blocks", r".*img_mlp\.(experts|gate).*"),
         "hidream": _match_part("double_stream_blocks|single_stream_blocks", r".*ff_i\.(experts|gate).*"),
         **_assign(_match_part("blocks"), "wan", "wan_i2v", "wan22_t2v", "wan22_i2v", "wan22_ti2v"),
@@ -113,7 +114,7 @@ RULES: Mapping[str, Mapping[str, TargetRule]] = {
             _match_suffixes(*_ATTENTION),
             *("sd1", "sd2", "sdxl", "kolors", "sd3", "z_image", *QWEN_FAMILIES, "longcat_image", "longcat_image_edit"),
             *("ernie_image", "lumina2", "krea2", "sana", "hidream", "pixart_sigma", "anima", "sana_video"),
-            *("wan", "wan_i2v", "wan_flf2v", "wan22_ti2v", "ltx_video095"),
+            *("wan", "wan_i2v", "wan_flf2v", "wan22_ti2v", "ltx_video095", "minimax_h3"),
         ),
         **_assign(
             _match_suffixes(*_JOINT_ATTENTION),
@@ -142,6 +143,7 @@ REASONS: Mapping[str, str] = {
     "ltx_video095": "as in diffusion-pipe",
     "ltx2": "without the stream of sound, which pictures alone do not train",
     "kandinsky6_video": "as Kandinsky 5 video; without the stream of sound, which frames alone do not train",
+    "minimax_h3": "without the two blocks that refine the text, whose layers all tokens of texts have",
 }
 """Why a family is trained otherwise here than by the other trainers, or than by the one that it follows."""
 

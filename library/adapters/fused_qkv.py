@@ -183,18 +183,18 @@ def _is_block_diagonal(ups: Sequence[Tensor], ranks: Sequence[int]) -> bool:
 
 
 def needs_scale_shift_swap(adapter: ModuleAdapter, original: OriginalModule) -> bool:
-    """Whether the module outputs just shift and scale, which the original has in the other order."""
+    """Whether the halves of the module's output, shift and scale or gate and value, have the other order there."""
     outputs, inputs = adapter.shape
-    return original.swaps_scale_shift and 0 < outputs == 2 * inputs
+    return original.swaps_halves or (original.swaps_scale_shift and 0 < outputs == 2 * inputs)
 
 
 def _swap_scale_shift(adapter: ModuleAdapter) -> ModuleAdapter:
-    """Swap the halves of the output: shift and scale."""
+    """Swap the halves of the output: shift and scale, or gate and value."""
     rows: dict[str, tuple[str, ...]] = {"loha": ("hada_w1_a", "hada_w2_a"), "lokr": ("lokr_w1", "lokr_w1_a")}
     rows |= {"full": ("diff",), **dict.fromkeys(("lora", "dora", "input-dora"), (UP,))}
     names = [name for name in (*rows.get(adapter.adapter_type, ()), MAGNITUDE, BIAS) if name in adapter.tensors]
     if adapter.adapter_type not in rows or adapter.is_tucker or any(len(adapter.tensors[name]) % 2 for name in names):
-        raise FusionError(f"shift and scale of a {adapter.adapter_type} adapter cannot be swapped")
+        raise FusionError(f"the halves of the output of a {adapter.adapter_type} adapter cannot be swapped")
     swapped = {name: torch.cat(adapter.tensors[name].chunk(2)[::-1]) for name in names}
     return ModuleAdapter({**adapter.tensors, **swapped}, adapter.alpha)
 

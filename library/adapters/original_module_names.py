@@ -21,6 +21,8 @@ class OriginalModule:
     input_ratio: int = 1
     swaps_scale_shift: bool = False
     """If it has two outputs per input, these are shift and scale, but scale and shift in diffusers."""
+    swaps_halves: bool = False
+    """Whether the module has the gate of a feed-forward layer before the values, which diffusers has after them."""
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,8 @@ class TokenLayout:
 
     batch_axis: int = 0
     """0, or 1 where tokens come first."""
+    is_padded_before: bool = False
+    """Whether texts are padded at their beginning, so that their tokens are numbered from their end."""
     segments: tuple[str, ...] = (OTHER_TOKENS,)
     """The segments of the sequence in order: arguments of the denoiser's ``forward`` that hold padded texts
     (batch, tokens, ...), and ``OTHER_TOKENS``, which needs no argument where it comes last."""
@@ -57,7 +59,9 @@ class TokenLayout:
         numbers, end = positions, positions.new_zeros(())
         for index, name in enumerate(self.segments):
             start, end = end, end + (others if name == OTHER_TOKENS else lengths[name])
-            numbers = numbers.where(positions < start, positions - start + index * SEGMENT_STRIDE)
+            is_reversed = self.is_padded_before and name != OTHER_TOKENS
+            own = end - 1 - positions if is_reversed else positions - start
+            numbers = numbers.where(positions < start, own + index * SEGMENT_STRIDE)
         return numbers
 
 

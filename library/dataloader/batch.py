@@ -303,7 +303,7 @@ class Batch:
     frame_cond: Mapping[str, Tensor] = field(default_factory=dict)
     """What a model that continues images gets of the clip's own frames, by the family's own keys."""
     sound: Tensor | None = None  # (B, latents, channels): clean latents of sound; None where the samples have none
-    noisy_sound: Tensor | None = None  # the same with noise, at the noise levels of the frames
+    noisy_sound: Tensor | None = None  # the same with noise, at the noise levels that belong to those of the frames
     expert: str = ""
     """The expert of the noise levels of this batch, where the model has two."""
     build_draws: Callable[[str], list[random.Random]] | None = None

@@ -97,8 +97,8 @@ def find_impossible_frames(prompts: Sequence[SliderPrompt], rule: FrameRule | No
             yield Problem("frames", f"{model} makes images, not {prompt.frames} frames", "remove it", place)
         elif rule is not None and rule.round_down(prompt.frames) != prompt.frames:
             below = rule.round_down(prompt.frames)
-            text = f"{model} makes {rule.stride} x N + 1 frames, not {prompt.frames}"
-            yield Problem("frames", text, f"use {below} or {below + rule.stride}", place)
+            text = f"{model} makes {rule.describe_lengths()} frames, not {prompt.frames}"
+            yield Problem("frames", text, f"use {below} or {rule.round_up(prompt.frames)}", place)
 
 
 def draw_size(prompt: SliderPrompt, seed: int, step: int, multiple: int) -> Resolution:

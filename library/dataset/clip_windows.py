@@ -28,13 +28,15 @@ class FrameRule:
     """What a model asks of the frames of a clip."""
 
     stride: int = VAE_FRAME_STRIDE
-    """A clip has a multiple of this plus one frames, so that its autoencoder makes whole latent frames."""
+    """A clip has a multiple of this more frames than the shortest, so that its latent frames are whole."""
     fps: float = 16.0
     """The frames per second of the model's clips: 16 for Wan, 24 for HunyuanVideo, 30 for FramePack."""
-    frames_per_latent: int = 0
-    """The frames of one latent frame, where clips have a multiple of several; 0: ``stride``."""
-    repeated_latents: int = 0
-    """Copies of the first latent frame before it, which make the clip whole patches of several latent frames."""
+    shortest: int = 1
+    """The frames of the shortest clip; if it has several, one frame alone is an image, of one latent frame."""
+    latents_per_stride: int = 1
+    """The latent frames of so many frames as ``stride``."""
+    shortest_latents: int = 1
+    """The latent frames of the shortest clip; copies of the first, which make whole patches, count with them."""
     sound_rate: float = 0.0
     """The latents of sound per second of a model that is trained on the sound of clips, too; 0: on frames alone."""
     sound_channels: int = 0
@@ -46,11 +48,26 @@ class FrameRule:
 
     def round_down(self, length: int) -> int:
         """Round a number of frames down to one that the model takes."""
-        return (length - 1) // self.stride * self.stride + 1
+        if length < self.shortest:
+            return 1
+        return (length - self.shortest) // self.stride * self.stride + self.shortest
+
+    def round_up(self, length: int) -> int:
+        """Round a number of frames up to one that the model takes."""
+        below = self.round_down(length)
+        if below == length:
+            return length
+        return self.shortest if length < self.shortest else below + self.stride
+
+    def describe_lengths(self) -> str:
+        """Describe the numbers of frames that the model takes."""
+        return f"{self.stride} x N + {self.shortest % self.stride}"
 
     def count_latent_frames(self, length: int) -> int:
         """Count the latent frames of a clip of this length."""
-        return (length - 1) // (self.frames_per_latent or self.stride) + 1 + self.repeated_latents
+        if length < self.shortest:
+            return 1
+        return (length - self.shortest) // self.stride * self.latents_per_stride + self.shortest_latents
 
     def count_sound_latents(self, length: int) -> int:
         """Count the latents of the sound of a clip of this length."""

@@ -210,6 +210,10 @@ class Family(ABC):
         """
         raise NotImplementedError(f"{self.facts.title} has no sound")
 
+    def convert_to_sound_timesteps(self, timesteps: Tensor) -> Tensor:
+        """Convert the timesteps of the frames of samples to those of their sound; by default, they are the same."""
+        return timesteps
+
     def predict_with_sound(
         self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch
     ) -> tuple[Tensor, Tensor | None]:

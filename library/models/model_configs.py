@@ -6,6 +6,7 @@ family and a variant: ``sdxl``, ``sdxl_tiny``.
 
 import functools
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -187,6 +188,8 @@ def get_downscale_factor(config: JsonDict) -> int:
         return ratio
     if isinstance(scalings := config.get("spatio_temporal_scaling"), list):  # of LTX-Video's VAE, with patches
         return int(config.get("patch_size", 4) * 2 ** sum(scalings))
+    if isinstance(factors := config.get("spatial_downsample_factors"), list):  # of MiniMax H3's VAE
+        return math.prod(factors)
     downsamples = config.get("temperal_downsample")  # spelled so in video VAEs
     if isinstance(downsamples, list):
         return int(2 ** len(downsamples))

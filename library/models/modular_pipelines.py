@@ -5,7 +5,7 @@ A modular pipeline runs blocks; the ones for a call are chosen here: texts or th
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,8 @@ class PipelineSteps:
     """Build the steps from embeddings to latents."""
     decode: Callable[[], Mapping[str, Any]]
     """Build the steps from latents to images."""
+    results: Mapping[str, tuple[str, str]] = field(default_factory=lambda: {"images": ("latents", "images")})
+    """The names in the steps of what a call returns, by its own: as latents, and decoded."""
 
 
 def build_pipeline_class(modular_class: Any, components: Sequence[str], steps: PipelineSteps) -> Any:
@@ -60,8 +62,8 @@ def build_pipeline_class(modular_class: Any, components: Sequence[str], steps: P
             output_type: str = "pil",
             **inputs: Any,
         ) -> Any:
-            blocks = {**({} if prompt_embeds is not None else steps.encode()), **steps.denoise()}
-            blocks |= {} if output_type == "latent" else steps.decode()
+            blocks = {**({} if prompt_embeds is not None else steps.encode()), **self.build_denoise_steps()}
+            blocks |= {} if output_type == "latent" else self.build_decode_steps()
             self._blocks = blocks_of.SequentialPipelineBlocks.from_blocks_dict(blocks)
             for loop in _iter_loops(self._blocks):
                 loop.set_progress_bar_config(**self._progress_bar_config)
@@ -70,8 +72,15 @@ def build_pipeline_class(modular_class: Any, components: Sequence[str], steps: P
             prompt = prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
             given = {"prompt": prompt} if prompt_embeds is None else {"prompt_embeds": prompt_embeds}
             given |= {} if output_type == "latent" else {"output_type": output_type}
-            output = "latents" if output_type == "latent" else "images"
-            return SimpleNamespace(images=super().__call__(output=output, **given, **inputs))
+            names = {own: pair[output_type != "latent"] for own, pair in steps.results.items()}
+            values = super().__call__(output=list(names.values()), **given, **inputs)
+            return SimpleNamespace(**{own: values[name] for own, name in names.items()})
+
+        def build_denoise_steps(self) -> Mapping[str, Any]:
+            return steps.denoise()
+
+        def build_decode_steps(self) -> Mapping[str, Any]:
+            return steps.decode()
 
     return copy_class_name(CallablePipeline, modular_class)
 

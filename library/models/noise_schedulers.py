@@ -58,7 +58,9 @@ def build_scheduler(sampler: str, model_scheduler: Any) -> Any:
 def build_flow_scheduler(model_scheduler: Any, flow_shift: float | None = None) -> Any:
     """Build a copy of a flow-matching model's scheduler, with the shift ``flow_shift`` if it is set."""
     name = "flow_shift" if "flow_shift" in model_scheduler.config else "shift"
-    settings = {} if flow_shift is None else {name: flow_shift, "use_dynamic_shifting": False}
+    settings: dict[str, Any] = {} if flow_shift is None else {name: flow_shift}
+    if settings and "use_dynamic_shifting" in model_scheduler.config:
+        settings["use_dynamic_shifting"] = False
     return type(model_scheduler).from_config(model_scheduler.config, **settings)
 
 

@@ -334,8 +334,8 @@ def _validate_frames(prompt: Prompt, model: DetectedModel) -> Iterator[Problem]:
         if prompt.fps is not None:
             yield prompt.report("fps", f"{facts.title} makes images", "leave it out")
     elif frames is not None and (below := rule.round_down(frames)) != frames:
-        text = f"{facts.title} makes {rule.stride} x N + 1 frames, not {frames}"
-        yield prompt.report("frame_count", text, f"use {below} or {below + rule.stride}")
+        text = f"{facts.title} makes {rule.describe_lengths()} frames, not {frames}"
+        yield prompt.report("frame_count", text, f"use {below} or {rule.round_up(frames)}")
     elif (frames or 1) < rule.least:
         text = f"{facts.title} makes clips of at least {rule.least} frames"
         yield prompt.report("frame_count", text, f"set --f {rule.least} or more")

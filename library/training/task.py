@@ -147,11 +147,12 @@ class DiffusionTask:
     def add_noise_to_sound(
         self, batch: Batch, noised: NoisyBatch, generators: Sequence[torch.Generator]
     ) -> tuple[Batch, NoisyBatch]:
-        """Noise the sound of the samples, if they have some, at the timesteps of their frames."""
+        """Noise the sound of the samples, if they have some, at the timesteps that belong to those of their frames."""
         if batch.sound is None:
             return batch, noised
         drawn = torch.stack([torch.randn(batch.sound.shape[1:], generator=each) for each in generators])
-        sound = self.objective.add_noise_at(batch.sound, copy_async(drawn, batch.sound), noised.timesteps)
+        timesteps = self.family.convert_to_sound_timesteps(noised.timesteps)
+        sound = self.objective.add_noise_at(batch.sound, copy_async(drawn, batch.sound), timesteps)
         return replace(batch, noisy_sound=sound.latents), replace(noised, sound_target=sound.target)
 
     def _prepare_preserved(
@@ -212,7 +213,8 @@ class DiffusionTask:
         losses = reduce_loss_per_sample(loss, batch.mask, normalize_by_area=self.normalize_masked_loss)
         if sound is None or batch.noisy_sound is None or noised.sound_target is None:
             return losses
-        noisy_sound = NoisyBatch(batch.noisy_sound, noised.sound_target, noised.timesteps)
+        timesteps = self.family.convert_to_sound_timesteps(noised.timesteps)
+        noisy_sound = NoisyBatch(batch.noisy_sound, noised.sound_target, timesteps)
         loss = self.objective.compute_elementwise_loss(sound, noisy_sound)
         return losses + self.objective.loss_config.audio_loss_weight * reduce_loss_per_sample(loss, None)
 

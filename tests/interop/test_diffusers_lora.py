@@ -87,6 +87,7 @@ def test_diffusers_predicts_the_same_with_the_file_as_the_model_in_memory(name, 
         "bria_fibo2",
         *("hunyuan_video", "hunyuan_video_i2v", "hunyuan_video_33ch_i2v", "framepack"),
         *("cogvideox", "cogvideox15", "mochi", "kandinsky5_video", "kandinsky5_i2v", "kandinsky6_video", "sana_video"),
+        "minimax_h3",
     ],
 )
 def test_diffusers_loads_every_key_of_the_file_of_a_run(name, tmp_path):

@@ -18,6 +18,7 @@ import tiny_sd1
 import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.modular_pipelines.anima.encoders import encode_vae_image
+from diffusers.modular_pipelines.minimax_h3 import before_denoise
 from diffusers.pipelines.flux import pipeline_flux_fill
 from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video, pipeline_hunyuan_video_image2video
 from diffusers.pipelines.joyimage import image_processor as joyimage_processor
@@ -2134,6 +2135,60 @@ def sana_video() -> TinyCase:
     )
 
 
+class SilentH3:
+    """The pipeline without tokens of sound, where that is asked for: the family trains pictures alone without them."""
+
+    def __call__(self, *args: Any, is_silent: bool = False, **options: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            if is_silent:
+                patch.setattr(before_denoise, "audio_latent_num_frames", lambda num_frames: 0)
+            return super().__call__(*args, **options)
+
+
+def minimax_h3() -> TinyCase:
+    """A clip of as few frames as the decoder makes, since it makes no image."""
+    texts, latents = _draw_tensors((13, 8), (4, 7, HEIGHT // 8, WIDTH // 8))
+    pipe, frames = _load("random:minimax_h3:tiny"), {"num_frames": 22}
+    silent_class = type("SilentPipeline", (SilentH3, type(pipe)), {})
+    pipe.__class__ = copy_class_name(silent_class, type(pipe))
+    colors = [torch.tensor(each).view(1, 3, 1, 1, 1) for each in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
+
+    def normalize_pixels(pixels: Tensor) -> Tensor:
+        return ((pixels + 1) / 2 - colors[0]) / colors[1]
+
+    def normalize(pipe: Any, latents: Tensor) -> Tensor:
+        config = pipe.vae.config
+        mean, std = (torch.tensor(each).view(1, -1, 1, 1, 1) for each in (config.latents_mean, config.latents_std))
+        return (latents - mean) / std
+
+    encode, encode_clips = _build_frame_encoder(normalize), _build_clip_encoder(normalize)
+    return TinyCase(
+        "minimax_h3",
+        pipe,
+        build_batch(latents, {"embeds": [texts[0], texts[1, :7]]}),
+        {"prompt_embeds": texts[:1], "is_silent": True, **frames},
+        {"is_silent": True, **frames},
+        lambda pipe, pixels, generators: encode(pipe, normalize_pixels(pixels), generators),
+        "random:minimax_h3:tiny",
+        pack_prediction=lambda latents: -_pack_h3_rows(latents)[0],
+        convert_timesteps=lambda timesteps: 1000 - 1000 * timesteps,
+        encode_clips=lambda pipe, clips: encode_clips(pipe, normalize_pixels(clips)),
+        texts=frames,
+        num_frames=22,
+        add_channels=normalize_pixels,
+        restore_pixels=lambda pixels: (pixels * colors[1] + colors[0]) * 2 - 1,
+        max_rows=1,
+        blocks=("MiniMaxH3TransformerBlock",),
+        untrained="adaln_proj",
+    )
+
+
+def _pack_h3_rows(latents: Tensor) -> Tensor:
+    """An independent implementation: a patch of 2 x 2 becomes one row, channels first, frame after frame."""
+    rows = latents.unfold(3, 2, 2).unfold(4, 2, 2).permute(0, 2, 3, 4, 1, 5, 6)
+    return rows.flatten(4).flatten(1, 3)
+
+
 TINY: dict[str, Callable[[], TinyCase]] = {
     "built_in": built_in,
     "sd1": sd1,
@@ -2219,6 +2274,7 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "kandinsky6_video": kandinsky6_video,
     "kandinsky6_video_from_image": kandinsky6_video_from_image,
     "sana_video": sana_video,
+    "minimax_h3": minimax_h3,
     "hidream": hidream,
     "kandinsky5_image": kandinsky5_image,
     "kolors": kolors,

@@ -94,6 +94,7 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "kandinsky5_i2v": ".kandinsky5_video:Kandinsky5I2V",
         "kandinsky6_video": ".kandinsky6_video:Kandinsky6Video",
         "sana_video": ".sana_video:SanaVideo",
+        "minimax_h3": ".minimax_h3:MiniMaxH3",
     },
 )
 
@@ -122,6 +123,7 @@ SOUND_FAMILIES: Mapping[str, str] = {
     IMAGE_TO_VIDEO_FAMILIES["ltx2"]: f"{__package__}.ltx2:LTX2FromImageWithSound",
     "kandinsky6_video": f"{__package__}.kandinsky6_video:Kandinsky6VideoWithSound",
     IMAGE_TO_VIDEO_FAMILIES["kandinsky6_video"]: f"{__package__}.kandinsky6_video:Kandinsky6VideoFromImageWithSound",
+    "minimax_h3": f"{__package__}.minimax_h3:MiniMaxH3WithSound",
 }
 """The family that trains with ``--train_audio`` in place of each of these."""
 

@@ -71,7 +71,7 @@ FACTS = FamilyFacts(
         num_parameters=5_570_283_072,
         hub_id="THUDM/CogVideoX-5b",
         # Its VAE decodes an even number of latent frames to other numbers of frames.
-        frames=FrameRule(stride=8, fps=8.0, frames_per_latent=4),
+        frames=FrameRule(stride=8, fps=8.0, latents_per_stride=2),
     ),
     detection=DetectionFacts(match_configs=_match_cogvideox),
     lora=FamilyLora(

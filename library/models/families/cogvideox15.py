@@ -30,7 +30,7 @@ FACTS = replace(
         kind="video",
         num_parameters=5_570_676_352,
         hub_id="THUDM/CogVideoX1.5-5B",
-        frames=FrameRule(stride=8, fps=16.0, frames_per_latent=4, repeated_latents=1),
+        frames=FrameRule(stride=8, fps=16.0, latents_per_stride=2, shortest_latents=2),
     ),
     detection=DetectionFacts(match_configs=_match_cogvideox15),
     lora=replace(COGVIDEOX_FACTS.lora, modelspec_architecture="cogvideox-1.5"),

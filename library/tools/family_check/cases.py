@@ -97,6 +97,8 @@ class TinyCase:
     """How many of the first frames of a clip the diffusers pipeline samples and does not return."""
     add_channels: Callable[[Tensor], Tensor] = return_unchanged
     """Add the channels to pixels that the VAE reads beside them."""
+    restore_pixels: Callable[[Tensor], Tensor] = return_unchanged
+    """Bring what the VAE decodes to pixels in -1..1, where it has other ones."""
     max_rows: int = 2
     """How many rows of the batch the diffusers pipeline takes at once."""
 

@@ -66,6 +66,7 @@ FAMILY_SENTENCES: Mapping[str, str] = {
     "kandinsky6_video": "Videos with sound, which it can learn as well; small or very large.",
     "ltx_video": "Quick, short videos on small cards.",
     "ltx2": "Videos with sound, of which it learns the pictures; very large, so cards from 32 GB.",
+    "minimax_h3": "Videos with sound, of which it learns the pictures; one of the largest, so cards from 48 GB.",
 }
 
 _KINDS = {

@@ -19,7 +19,7 @@ QUICK_FAMILIES = ("sdxl", "flux")
 EVERY_KIND_FAMILIES = tuple(
     (
         "sd1 sdxl sd3 flux flux2_klein z_image qwen_image lumina2 krea2 sana anima hunyuan_image qwen_image21 ovis_image "
-        "aura_flow pixart_sigma ideogram4"
+        "aura_flow pixart_sigma ideogram4 minimax_h3"
     ).split()
 )
 """Every key style; each other family shares one of these."""

@@ -194,6 +194,7 @@ def test_the_implementation_is_the_one_that_sd_scripts_names():
         **dict.fromkeys(("kandinsky5_video", "kandinsky5_i2v"), "https://github.com/kandinskylab/kandinsky-5"),
         "kandinsky6_video": "https://github.com/kandinskylab/kandinsky-6",
         "sana_video": "https://github.com/NVlabs/Sana",
+        "minimax_h3": "https://huggingface.co/MiniMaxAI/MiniMax-H3",
     }
     found = {name: facts.lora.modelspec_implementation for name, facts in FAMILY_FACTS.items()}
     assert found == {**dict.fromkeys(FAMILY_FACTS, "diffusers"), **authors}

@@ -20,7 +20,7 @@ __all__ = ["known_models"]  # a fixture
 
 KEY_STYLE_FAMILIES = (
     "sd1 sdxl sd3 flux flux2_klein z_image qwen_image lumina2 krea2 sana anima flux3 hunyuan_image qwen_image21 "
-    "ideogram4"
+    "ideogram4 minimax_h3"
 ).split()
 """Every key style; each other family shares one of these."""
 FILE_FAMILIES = ["sd1", "sd2", "sdxl", "sd3", "flux", "z_image", "qwen_image", "qwen_image21"]
