@@ -392,8 +392,9 @@ class FamilyFacts:
         rule = self.pipeline.frames
         if rule is None or not self.has_sections:
             return rule
-        stride = (rule.frames_per_latent or rule.stride) * options.latent_window_size
-        return replace(rule, stride=stride, least=stride + 1)
+        window = options.latent_window_size
+        stride = rule.stride // rule.latents_per_stride * window
+        return replace(rule, stride=stride, latents_per_stride=window, least=stride + 1)
 
     @property
     def has_sections(self) -> bool:

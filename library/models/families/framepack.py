@@ -77,7 +77,7 @@ FACTS = replace(
         num_parameters=12_874_314_816,
         hub_id="",
         frames=FrameRule(
-            stride=FRAME_STRIDE * WINDOW, fps=30.0, frames_per_latent=FRAME_STRIDE, least=FRAME_STRIDE * WINDOW + 1
+            stride=FRAME_STRIDE * WINDOW, fps=30.0, latents_per_stride=WINDOW, least=FRAME_STRIDE * WINDOW + 1
         ),
         frame_encoders=("image_encoder",),
     ),
