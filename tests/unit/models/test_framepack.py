@@ -104,7 +104,7 @@ def test_the_sections_of_all_steps_are_drawn_alike():
 def test_windows_are_whole_sections_after_a_first_frame():
     assert build_family().frame_rule == FramePack.facts.pipeline.frames
     rule = build_family(latent_window_size=5).frame_rule
-    assert rule == FrameRule(stride=20, fps=30.0, frames_per_latent=4, least=21)
+    assert rule == FrameRule(stride=20, fps=30.0, latents_per_stride=5, least=21)
     assert detect_model(ModelConfig(MODEL, latent_window_size=5)).frame_rule == rule
     assert list_frame_windows(100, FrameSettings(frame_extraction="full"), rule) == [(0, 81)]
     assert list_frame_windows(100, FrameSettings(target_frames=(1, 20, 21, 45, 50)), rule) == [(0, 21), (0, 41)]
