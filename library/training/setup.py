@@ -475,7 +475,7 @@ def build_objective(noise: NoiseConfig, loss: LossConfig, family: Family, pipe: 
 
 def prepare_dataset(data: DataConfig, cache: CacheConfig, comm: Communicator, model: DetectedModel) -> PreparedData:
     """Scan the dataset on one rank per machine; the others read the manifest that it writes next to the images."""
-    limits, frame_rule = build_control_limits(model), get_family_facts(model.family).pipeline.frames
+    limits, frame_rule = build_control_limits(model, cache), get_family_facts(model.family).pipeline.frames
     prepared = comm.run_local_main_first(
         lambda: prepare_data(
             data,

@@ -420,8 +420,8 @@ class DiffusionTask:
             return concatenate_cond(self.encoded_captions.encode(captions, encode_text, is_autocast=is_autocast))
         parts = [slice(first, first + size) for first in range(0, len(captions), size)]
         if isinstance(self.family, ControlTextFamily):
-            encode = self.family.encode_prompts_with_controls
-            return concatenate_cond([encode(self.pipe, captions[part], controls[part]) for part in parts])
+            encode, images = self.family.encode_prompts_with_controls, controls or [()] * len(captions)
+            return concatenate_cond([encode(self.pipe, captions[part], images[part]) for part in parts])
         return concatenate_cond([self.family.encode_prompts(self.pipe, list(captions[part])) for part in parts])
 
     def _build_draws(self, purpose: str, step: int, global_positions: tuple[int, ...]) -> list[random.Random]:
