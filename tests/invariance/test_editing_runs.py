@@ -171,7 +171,7 @@ def test_control_images_of_a_metadata_file_are_not_trained_with_captions_that_do
     found = []
     for with_control in (False, True):
         if with_control:
-            rows[3]["control_path"] = str(tmp_path / "controls" / "04.png")
+            rows = [{**row, "control_path": str(tmp_path / "controls" / row["file_name"])} for row in rows]
         (tmp_path / "images" / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
         for caches in (CACHES, CACHES[:1]):
             config = parse_config([*JOYIMAGE, "--dataset_config", str(data), *caches]).require_valid()
