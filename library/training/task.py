@@ -398,6 +398,10 @@ class DiffusionTask:
                 raise AssertionError("captions are cached where latents are, if they are read with the first frame")
             first = pixels[:, :, 0] if pixels.ndim == 5 else pixels
             return [[fromarray(frame)] for frame in first.permute(0, 2, 3, 1).contiguous().numpy()]
+        if not pixel_batch.control_pixels:
+            if pixel_batch.control_latents:
+                raise AssertionError("captions are cached where latents are, if they are read with control images")
+            return [[] for _ in pixel_batch.captions]
         rows = zip(*(pixels.permute(0, 2, 3, 1).numpy() for pixels in pixel_batch.control_pixels), strict=True)
         return [list(map(fromarray, row)) for row in rows]
 
@@ -420,8 +424,8 @@ class DiffusionTask:
             return concatenate_cond(self.encoded_captions.encode(captions, encode_text, is_autocast=is_autocast))
         parts = [slice(first, first + size) for first in range(0, len(captions), size)]
         if isinstance(self.family, ControlTextFamily):
-            encode, images = self.family.encode_prompts_with_controls, controls or [()] * len(captions)
-            return concatenate_cond([encode(self.pipe, captions[part], images[part]) for part in parts])
+            encode = self.family.encode_prompts_with_controls
+            return concatenate_cond([encode(self.pipe, captions[part], controls[part]) for part in parts])
         return concatenate_cond([self.family.encode_prompts(self.pipe, list(captions[part])) for part in parts])
 
     def _build_draws(self, purpose: str, step: int, global_positions: tuple[int, ...]) -> list[random.Random]:
