@@ -165,7 +165,7 @@ def open_run_caches(config: RunConfig) -> Iterator[RunCaches]:
             config.data,
             model.size_multiple,
             config.cache.cache_dir,
-            control_limits=build_control_limits(model),
+            control_limits=build_control_limits(model, config.cache),
             max_side=model.max_side,
             frame_rule=family.frame_rule,
         )

@@ -298,7 +298,12 @@ def _mark_masks(prepared: PreparedData) -> PreparedData:
 
 
 def _check_control_counts(manifest: Manifest, limits: ControlLimits) -> None:
-    """Raise ``FileError`` for pictures with more or fewer control images than the model takes, by subset."""
+    """Raise ``FileError`` for pictures with more or fewer control images than the model takes, by subset.
+
+    If the run cannot use any, raise ``ConfigError``.
+    """
+    if limits.rejection is not None and any(sample.controls for sample in manifest.samples):
+        raise ConfigError([limits.rejection])
     found: defaultdict[Problem, list[str]] = defaultdict(list)
     for sample in manifest.samples:
         if text := limits.describe_problem(len(sample.controls)):

@@ -73,6 +73,8 @@ class ControlLimits:
     """Whether the model makes videos, whose controls are clips."""
     are_layers: bool = False
     """Whether the model is trained on pictures with layers, which count as their control images."""
+    rejection: Problem | None = None
+    """The problem of a run in which a picture has control images, which files may list: settings do not tell."""
 
     def describe_problem(self, count: int) -> str | None:
         """Say what is wrong with this number of control images."""

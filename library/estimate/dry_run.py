@@ -101,7 +101,7 @@ def build_dry_run(config: RunConfig, data_parallel_size: int) -> DryRun:
         text_components = list_cached_text_components(config.adapter, config.optim, family.facts)
         cached = text_components if config.cache.caches_text_outputs else ()
         read_initial_weights(config.adapter, family, detected, cached_components=cached)
-    limits, facts = build_control_limits(detected), get_family_facts(detected.family)
+    limits, facts = build_control_limits(detected, config.cache), get_family_facts(detected.family)
     # without a model, a plan shows the windows of most models of videos
     frame_rule = DEFAULT_FRAME_RULE if detected.is_built_in else detected.frame_rule
     prepared = prepare_data(

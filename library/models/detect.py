@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..config.schema import ModelConfig
+from ..config.schema_data import CacheConfig
 from ..dataset.clip_windows import FrameRule
 from ..dataset.controls import ControlLimits
 from ..demo import BUILT_IN_MODEL_DIR
@@ -126,9 +127,13 @@ def detect_model(model: ModelConfig | str | None) -> DetectedModel:
     return _apply_options(detected, model)
 
 
-def build_control_limits(model: DetectedModel) -> ControlLimits:
-    """Build the limits on the number of control images of a model, with the names of the models that take some."""
+def build_control_limits(model: DetectedModel, cache: CacheConfig | None = None) -> ControlLimits:
+    """Build the limits on the number of control images of a model, with the names of the models that take some.
+
+    ``cache``: of a run that encodes texts, perhaps with control images.
+    """
     facts = get_family_facts(model.family)
+    is_rejected = cache is not None and facts.text_images == "controls" and lacks_text_images(cache)
     are_clips = facts.pipeline.frames is not None
     others = [each for each in FAMILY_FACTS.values() if (each.pipeline.frames is not None) == are_clips]
     titles = [each.title for each in others if each.control.num_images[1]]
@@ -138,7 +143,20 @@ def build_control_limits(model: DetectedModel) -> ControlLimits:
         *(*control.num_images, facts.title, ", ".join(titles), control.are_masks),
         are_clips=are_clips,
         are_layers=control.are_layers,
+        rejection=report_text_images(facts) if is_rejected else None,
     )
+
+
+def lacks_text_images(cache: CacheConfig) -> bool:
+    """Whether texts are encoded in the run while the images, whose latents are cached, are not loaded."""
+    return cache.caches_latents and not cache.caches_text_outputs
+
+
+def report_text_images(facts: FamilyFacts) -> Problem:
+    """Report that a text encoder needs images that are not loaded."""
+    read = "the control images, which are" if facts.text_images == "controls" else "the first frame, which is"
+    reason = f"the text encoder of {facts.title} needs {read} not loaded when latents are cached"
+    return Problem("cache_latents", reason, "add cache_text_encoder_outputs")
 
 
 def list_video_models() -> str:

@@ -40,7 +40,15 @@ from ..diffusion.noise_level_distributions import NUM_TRAIN_TIMESTEPS
 from ..diffusion.timestep_shift import FixedShift
 from ..errors import ConfigError, FileError
 from ..problems import Place, Problem, locate_problems
-from .detect import DetectedModel, build_control_limits, detect_model, get_config_reader, list_video_models
+from .detect import (
+    DetectedModel,
+    build_control_limits,
+    detect_model,
+    get_config_reader,
+    lacks_text_images,
+    list_video_models,
+    report_text_images,
+)
 from .facts import TORCH_ATTENTION_MODES, FamilyFacts
 from .families import FAMILY_FACTS
 from .kohya_objective import resolve_objective_defaults, validate_objective_defaults
@@ -163,9 +171,8 @@ def _validate_datasets(data: DataConfig, cache: CacheConfig, model: DetectedMode
     subsets = [] if parsed is None else [subset for dataset in parsed.datasets for subset in dataset.subsets]
     needs_images = facts.control.num_images[0] or facts.text_images == "first frame"
     has_images = any(subset.control_key or subset.control_from_image for subset in subsets)
-    if facts.text_images != "none" and (needs_images or has_images):
-        if cache.caches_latents and not cache.caches_text_outputs:
-            yield _report_text_images(facts)
+    if facts.text_images != "none" and (needs_images or has_images) and lacks_text_images(cache):
+        yield report_text_images(facts)
     if parsed is None or parsed.problems:
         return
     yield from validate_resolution_multiple(parsed.datasets, model.size_multiple, model.short_name)
@@ -192,13 +199,6 @@ def _validate_datasets(data: DataConfig, cache: CacheConfig, model: DetectedMode
             yield from [subset.report("control_from_image", *reason)] if reason else []
         if facts.text_images != "none" and cache.caches_text_outputs:
             yield from _find_random_controls(subset, facts.text_images)
-
-
-def _report_text_images(facts: FamilyFacts) -> Problem:
-    """Report that a text encoder needs images that are not loaded."""
-    read = "the control images, which are" if facts.text_images == "controls" else "the first frame, which is"
-    reason = f"the text encoder of {facts.title} needs {read} not loaded when latents are cached"
-    return Problem("cache_latents", reason, "add cache_text_encoder_outputs")
 
 
 def _find_other_control_sizes(datasets: Sequence[DatasetConfig], facts: FamilyFacts) -> Iterator[Problem]:

@@ -475,7 +475,7 @@ def build_objective(noise: NoiseConfig, loss: LossConfig, family: Family, pipe: 
 
 def prepare_dataset(data: DataConfig, cache: CacheConfig, comm: Communicator, model: DetectedModel) -> PreparedData:
     """Scan the dataset on one rank per machine; the others read the manifest that it writes next to the images."""
-    limits = build_control_limits(model)
+    limits = build_control_limits(model, cache)
     prepared = comm.run_local_main_first(
         lambda: prepare_data(
             data,

@@ -401,6 +401,10 @@ class DiffusionTask:
                 raise AssertionError("captions are cached where latents are, if they are read with the first frame")
             first = pixels[:, :, 0] if pixels.ndim == 5 else pixels
             return [[fromarray(frame)] for frame in first.permute(0, 2, 3, 1).contiguous().numpy()]
+        if not pixel_batch.control_pixels:
+            if pixel_batch.control_latents:
+                raise AssertionError("captions are cached where latents are, if they are read with control images")
+            return [[] for _ in pixel_batch.captions]
         rows = zip(*(pixels.permute(0, 2, 3, 1).numpy() for pixels in pixel_batch.control_pixels), strict=True)
         return [list(map(fromarray, row)) for row in rows]
 

@@ -13,11 +13,13 @@ from training_runs import max_relative_difference, train, write_images
 
 from library.config import parse_config
 from library.errors import ConfigError
+from library.estimate.dry_run import build_dry_run
 from library.models.validate_options import validate_model_options
 
 MODEL = ("--pretrained_model_name_or_path", "random:flux_kontext:tiny", "--network_train_unet_only")
 EDIT = ("--pretrained_model_name_or_path", "random:qwen_image_edit_plus:2511:tiny")
 LONGCAT = ("--pretrained_model_name_or_path", "random:longcat_image_edit:tiny")
+JOYIMAGE = ("--pretrained_model_name_or_path", "random:joyimage_edit:tiny")
 OMNI = ("--pretrained_model_name_or_path", "random:z_image_omni:tiny")
 CACHES = ("--cache_latents", "--cache_text_encoder_outputs")
 SGD = ("--optimizer_type", "SGD", "--learning_rate", "0.1", "--network_alpha", "4")
@@ -159,6 +161,35 @@ def test_what_the_text_encoder_cannot_read_is_reported(data, tmp_path):
     assert "needs the control images, which are not loaded when latents" in problems[0][0]
     assert "random_crop: cannot be used with cache_text_encoder_outputs" in problems[1][0]
     assert all("Qwen-Image-Edit-Plus needs" in lines[-1] for lines in problems)
+
+
+def test_control_images_of_a_metadata_file_are_not_trained_with_captions_that_do_not_show_them(data, tmp_path):
+    """The settings do not tell whether pictures of a file have control images, which the model need not have."""
+    rows = [{"file_name": f"{number:02d}.png", "text": "a"} for number in range(1, 13)]
+    line = next(line for line in data.read_text().splitlines() if "control_directory" in line)
+    data.write_text(data.read_text().replace(line, f"metadata_file = '{tmp_path / 'images' / 'metadata.jsonl'}'"))
+    found = []
+    for with_control in (False, True):
+        if with_control:
+            rows = [{**row, "control_path": str(tmp_path / "controls" / row["file_name"])} for row in rows]
+        (tmp_path / "images" / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        for caches in (CACHES, CACHES[:1]):
+            config = parse_config([*JOYIMAGE, "--dataset_config", str(data), *caches]).require_valid()
+            assert list(validate_model_options(config, {})) == []
+            try:
+                found.append(len(build_dry_run(config, 1).prepared.manifest.samples))
+            except ConfigError as error:
+                found.append(format_lines(error.problems)[0])
+    assert found[:3] == [12] * 3 and "needs the control images, which are not loaded when latents" in found[3]
+
+
+@pytest.mark.slow
+def test_texts_of_pictures_without_control_images_are_encoded_in_the_run_as_for_the_cache(data, tmp_path):
+    line = next(line for line in data.read_text().splitlines() if "control_directory" in line)
+    data.write_text(data.read_text().replace(line, ""))
+    flags = (*JOYIMAGE, "--max_train_steps", "2", "--train_batch_size", "2")
+    plain, cached = (run(data, tmp_path, name, *flags, *caches) for name, caches in (("p", ()), ("c", CACHES)))
+    assert max_relative_difference(plain, cached) < 1e-5
 
 
 @pytest.mark.parametrize("key", ["control_directory", "conditioning_data_dir"])
