@@ -37,6 +37,9 @@ class Purpose:
     # The expert that a step trains, by step.
     NOISE_EXPERT = "expert"
 
+    # The section of clips that a step trains, by step.
+    SECTION = "section"
+
     # The parts of the timestep distribution, by block of as many samples in a row.
     TIMESTEP_BUCKETS = "timestep buckets"
 

@@ -84,6 +84,7 @@ RULES: Mapping[str, Mapping[str, TargetRule]] = {
             *WAN_FAMILIES,
         ),
         "hunyuan_video": _match_original(_STREAM_BLOCKS, r".*(img_mod|txt_mod|modulation).*"),
+        "framepack": TargetRule(r"(single_)?transformer_blocks\..*", r".*(norm).*"),
         **_assign(_match_original(r"double_blocks\..*", r".*(_in).*"), "hunyuan_video15", "hunyuan_video15_i2v"),
         **_assign(
             TargetRule(r"(text|visual)_transformer_blocks\..*", r".*modulation.*"),

@@ -167,7 +167,7 @@ def open_run_caches(config: RunConfig) -> Iterator[RunCaches]:
             config.cache.cache_dir,
             control_limits=build_control_limits(model),
             max_side=model.max_side,
-            frame_rule=family.facts.pipeline.frames,
+            frame_rule=family.frame_rule,
         )
         text_components = list_cached_text_components(config.adapter, config.optim, family.facts)
         encoders = FrozenEncoders(

@@ -39,12 +39,11 @@ EXPERT_BOUNDARIES = {"t2v-A14B": 875, "i2v-A14B": 900}
 REX_ARGS, REX_MIN_RATIO = ("rex_alpha=0.1", "rex_beta=0.9"), 0.01
 """The defaults of ``lr_scheduler rex``, whose curve falls later than that of its authors."""
 
-_VIDEO, _MISSING = "a video model that is not supported yet", "which is not supported"
+_MISSING = "which is not supported"
 _FOLDER_ONLY = (
     "which is trained from a folder in diffusers' format, with --pretrained_model_name_or_path in place of --dit"
 )
 MISSING_MODELS = {
-    "networks.lora_framepack": f"FramePack, {_VIDEO}",
     "networks.lora_kandinsky": f"Kandinsky 5, {_FOLDER_ONLY}",
     "networks.lora_hidream_o1": f"HiDream-O1, {_MISSING}",
 }
@@ -55,7 +54,7 @@ FIRST_FRAME_TASK = "i2v-14B-FC"
 
 _SUPPORTED = (
     "the models of musubi-tuner that can be trained are FLUX.1 Kontext, FLUX.2, Qwen-Image, Wan 2.1 and 2.2 A14B,"
-    " HunyuanVideo, HunyuanVideo 1.5, Z-Image, Krea 2 and Ideogram 4"
+    " HunyuanVideo, HunyuanVideo 1.5, FramePack, Z-Image, Krea 2 and Ideogram 4"
 )
 
 
@@ -74,11 +73,11 @@ _CACHING_OPTIONS = """
     text_cache_dtype
 """.split()
 _OTHER_MODEL_OPTIONS = """
-    bulk_decode dino_loss_backend dino_loss_every_n_steps dino_loss_feature_mode dino_loss_layer
+    dino_loss_backend dino_loss_every_n_steps dino_loss_feature_mode dino_loss_layer
     dino_loss_model_type dino_loss_no_norm dino_loss_resize dino_loss_use_gram dino_loss_weight
-    f1 force_nabla_attention i2v_mode latent_window_size model_type nabla_P
+    force_nabla_attention i2v_mode model_type nabla_P
     nabla_add_sta nabla_method nabla_wH nabla_wT nabla_wW no_nabla_add_sta no_vae_load noise_clip_std noise_scale_end
-    noise_scale_start offload_dit_during_sampling one_frame override_dit
+    noise_scale_start offload_dit_during_sampling override_dit
     scheduler_scale skip_t2i_visual_dummy text_encoder_clip text_encoder_qwen
 """.split()
 
@@ -101,6 +100,7 @@ MUSUBI_OPTIONS: Mapping[str, OptionVerdict] = {
     "dit_dtype": NoEffectOption("the model computes in the dtype of mixed_precision"),
     "text_encoder_dtype": TEXT_PRECISION,
     "unconditional_dit": _TURBO,
+    "bulk_decode": NoEffectOption("previews only: those of FramePack are decoded two sections at a time"),
     **dict.fromkeys(
         ("initial_sigma", "sampler_preset", "use_unconditional_dit_for_lora_sampling"),
         NoEffectOption("previews only: --s and --l of a prompt set steps and guidance", is_explained=True),
@@ -125,6 +125,7 @@ MUSUBI_OPTIONS: Mapping[str, OptionVerdict] = {
     # not supported
     "fused_backward_pass": replace(FULL_TRAINING, in_full=OptionAlias("fused_backward_pass")),  # of zimage_train.py
     "block_swap_optimizer_patch_params": FULL_TRAINING,
+    "one_frame": UnsupportedOption("one-frame training (FramePack, Wan I2V) is not supported"),
     "sage_attn": UnsupportedOption("SageAttention has no backward pass; use --attn_mode flash"),
     "show_timesteps": UnsupportedOption("use python -m library plan, which trains nothing"),
     "dit_in_channels": UnsupportedOption("not supported: the model has the channels of its files", (16,)),
@@ -274,8 +275,7 @@ def _has_caching_options_only(names: Collection[str]) -> bool:
     is_known = set(names) <= inputs | caching | ignored | {
         "vae_cache_cpu",
         "vae_dtype",
-        "edit",
-        "edit_plus",
+        *("edit", "edit_plus", "f1", "one_frame"),
         *(
             "vae_chunk_size",
             "vae_tiling",

@@ -37,6 +37,7 @@ NETWORK_MODULES = {
     "networks.lora_anima": "lora",
     "networks.lora_hunyuan_image": "lora",
     "networks.lora_flux_2": "lora",
+    "networks.lora_framepack": "lora",
     "networks.lora_hv_1_5": "lora",
     "networks.lora_krea2": "lora",
     "networks.lora_qwen_image": "lora",
@@ -55,6 +56,7 @@ OFT_MODULES = ("networks.oft", "networks.oft_flux")
 
 MUSUBI_MODULES = (
     "networks.lora_flux_2",
+    "networks.lora_framepack",
     "networks.lora_hv_1_5",
     "networks.lora_krea2",
     "networks.lora_qwen_image",

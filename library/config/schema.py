@@ -20,6 +20,14 @@ LUMINA2_SYSTEM_PROMPT = (
 )
 """The text that Lumina-Image 2.0 was trained to find before captions."""
 
+_RECOMPUTES_BLOCKS: Needs = (
+    AnyOf((IsSet("gradient_checkpointing"), HasValue("on_oom", ("recover",))), "gradient_checkpointing is not set"),
+    AnyOf(
+        (IsUnset("torch_compile"), IsUnset("activation_memory_budget")),
+        "with torch_compile, activation_memory_budget alone decides what is recomputed",
+    ),
+)
+
 
 def _define_component(help: str, *, needs: Needs | None = None, **facts: Any) -> Any:
     """Declare an option that replaces a component of the model by one of another file."""
@@ -166,11 +174,7 @@ class ModelConfig:
         512, "maximum length of Qwen3's input in tokens (Anima)", minimum=1, needs=(OfModel(),)
     )
     t5_max_token_length: int = define_option(
-        512,
-        "maximum length of captions in T5's tokens (Anima)",
-        minimum=1,
-        maximum=512,
-        needs=(OfModel(),),
+        512, "maximum length of captions in T5's tokens (Anima)", minimum=1, maximum=512, needs=(OfModel(),)
     )
     apply_lg_attn_mask: bool = define_option(
         False, "mask the padding tokens of CLIP-L and CLIP-G in these encoders themselves (SD3)", needs=(OfModel(),)
@@ -232,8 +236,8 @@ class ModelConfig:
     )
     guidance_scale: float = define_option(
         1.0,
-        "value of the guidance embedding of FLUX.1 dev, FLUX.2 dev and HunyuanVideo in training; not classifier-free"
-        " guidance",
+        "value of the guidance embedding of FLUX.1 dev, FLUX.2 dev, HunyuanVideo and FramePack in training; not"
+        " classifier-free guidance",
         minimum=0,
         needs=(Has(Trait.GUIDANCE), OfModel()),
         changes_text_outputs=False,
@@ -272,6 +276,15 @@ class ModelConfig:
     )
     train_audio: bool = define_option(
         False, "train sound (LTX-2, Kandinsky 6); needs cached latents", needs=(OfModel(),), changes_text_outputs=False
+    )
+    f1: bool = define_option(
+        False,
+        "FramePack F1: sections follow what was before them, instead of coming before what is after them",
+        needs=(OfModel(),),
+        changes_text_outputs=False,
+    )
+    latent_window_size: int = define_option(
+        9, "latent frames of a section of FramePack", minimum=1, needs=(OfModel(),), changes_text_outputs=False
     )
     control: Literal["none", "omini", "channels"] = define_option(
         "none",
@@ -468,15 +481,7 @@ class TrainConfig:
         1,
         "gradient_checkpointing: checkpoint only every n-th block of the denoiser",
         minimum=1,
-        needs=(
-            AnyOf(
-                (IsSet("gradient_checkpointing"), HasValue("on_oom", ("recover",))), "gradient_checkpointing is not set"
-            ),
-            AnyOf(
-                (IsUnset("torch_compile"), IsUnset("activation_memory_budget")),
-                "with torch_compile, activation_memory_budget alone decides what is recomputed",
-            ),
-        ),
+        needs=_RECOMPUTES_BLOCKS,
         changes_result=False,
     )
     activation_memory_budget: float = define_option(
@@ -498,15 +503,7 @@ class TrainConfig:
     cpu_offload_checkpointing: bool = define_option(
         False,
         "gradient_checkpointing: offload the saved activations to CPU memory",
-        needs=(
-            AnyOf(
-                (IsSet("gradient_checkpointing"), HasValue("on_oom", ("recover",))), "gradient_checkpointing is not set"
-            ),
-            AnyOf(
-                (IsUnset("torch_compile"), IsUnset("activation_memory_budget")),
-                "with torch_compile, activation_memory_budget alone decides what is recomputed",
-            ),
-        ),
+        needs=_RECOMPUTES_BLOCKS,
         changes_result=False,
         aliases=(
             Alias("unsloth_offload_checkpointing", True),

@@ -27,10 +27,12 @@ from .musubi_format import (
     MUSUBI_SUBSET_KEYS,
     MUSUBI_TARGET_FRAMES,
     ONE_FRAME_KEYS,
+    PUBLISHED_WINDOW,
     RENAMED_DATASET_KEYS,
     SOURCE_KEYS,
     VIDEO_KEYS,
     VIDEO_SOURCE_KEYS,
+    WINDOW_KEY,
     explain_mixed_key,
     find_mixed_keys,
     find_musubi_key,
@@ -320,9 +322,7 @@ class _DatasetConfigParser:
             values["target_frames"] = LocatedValue(MUSUBI_TARGET_FRAMES, None)
             where = self.locate(key_path).with_key("target_frames")
             self.notices.append(f"{where}: not set; musubi-tuner's is [1]: one frame of each window")
-        for name in (name for name in ONE_FRAME_KEYS if name in table):
-            where = self.locate((*key_path, name)).with_key(name)
-            self.notices.append(f"{where}: no effect: only FramePack and Wan use it")
+        self._report_one_frame_keys(key_path, table, is_video=is_video)
         subset = self.parse_musubi_subset(key_path, table, values)
         location, resolved = self.locate(key_path), self.apply_flag_defaults(values)
         resolved |= {name: LocatedValue(value, None) for name, value in _MUSUBI_BUCKETS.items()}
@@ -338,6 +338,21 @@ class _DatasetConfigParser:
             file_format="musubi-tuner",
             **_collect_fields(DatasetConfig, resolved, location),
         )
+
+    def _report_one_frame_keys(self, key_path: KeyPath, table: Mapping[str, Any], *, is_video: bool) -> None:
+        """Name the keys of one-frame training, and the size of FramePack's sections, which is an option of the run."""
+        for name in (name for name in ONE_FRAME_KEYS if name in table):
+            where, reason = (
+                self.locate((*key_path, name)).with_key(name),
+                "of one-frame training, which is not supported",
+            )
+            if name == WINDOW_KEY and is_video:
+                reason = "the option latent_window_size sets it"
+                if (size := table[name]) != PUBLISHED_WINDOW:
+                    text = f"sections of {size} latent frames are an option of the run, for all datasets"
+                    self.add_problem((*key_path, name), text, f"remove it, and set --latent_window_size {size}")
+                    continue
+            self.notices.append(f"{where}: no effect: {reason}")
 
     def parse_musubi_subset(self, key_path: KeyPath, table: Mapping[str, Any], inherited: Values) -> Values:
         """Read the only subset of a musubi-tuner dataset, whose keys are in the dataset itself."""

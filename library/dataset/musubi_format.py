@@ -33,7 +33,10 @@ SOURCE_KEYS = ("image_directory", "image_jsonl_file", *VIDEO_SOURCE_KEYS)
 VIDEO_KEYS = ("target_frames", "frame_extraction", "frame_stride", "frame_sample", "max_frames", "source_fps")
 """Keys that choose the frames of videos."""
 
-ONE_FRAME_KEYS = ("fp_latent_window_size", "fp_1f_clean_indices", "fp_1f_target_index", "fp_1f_no_post")
+WINDOW_KEY, PUBLISHED_WINDOW = "fp_latent_window_size", 9
+"""The key of the size of FramePack's sections, and the size that the published models have."""
+
+ONE_FRAME_KEYS = (WINDOW_KEY, "fp_1f_clean_indices", "fp_1f_target_index", "fp_1f_no_post")
 """Keys that only FramePack and Wan read; musubi-tuner ignores them for other models."""
 
 _KEYS_OF_MUSUBI_ALONE = frozenset((*SOURCE_KEYS, *ONE_FRAME_KEYS))

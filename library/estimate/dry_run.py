@@ -103,7 +103,7 @@ def build_dry_run(config: RunConfig, data_parallel_size: int) -> DryRun:
         read_initial_weights(config.adapter, family, detected, cached_components=cached)
     limits, facts = build_control_limits(detected), get_family_facts(detected.family)
     # without a model, a plan shows the windows of most models of videos
-    frame_rule = DEFAULT_FRAME_RULE if detected.is_built_in else facts.pipeline.frames
+    frame_rule = DEFAULT_FRAME_RULE if detected.is_built_in else detected.frame_rule
     prepared = prepare_data(
         config.data,
         detected.size_multiple,

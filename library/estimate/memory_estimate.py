@@ -94,15 +94,15 @@ def split_model(run: MetaRun, layout: ParallelLayout, devices: int, device_memor
 
 
 def _split_pipeline(run: MetaRun, stages: int, schedule: str, micro_batches: int) -> list[DevicePart]:
-    step, blocks, count = run.step, run.chain.blocks, stages * (2 if schedule == "interleaved" else 1)
+    step, num_blocks, count = run.step, len(run.chain.blocks), stages * (2 if schedule == "interleaved" else 1)
     ends = partition_blocks(run.chain.count_block_parameters(), count)
     parts = []
     for stage in range(stages):
         ranges = [(ends[chunk], ends[chunk + 1]) for chunk in range(stage, count, stages)]
         local = {index for first, end in ranges for index in range(first, end)}
-        absent = [block for index, block in enumerate(blocks) if index not in local]
+        absent = [block for index, block in run.chain.iter_places() if index not in local]
         received = sum(step.flows[first] for first, _ in ranges if first)
-        sent = sum(step.flows[end] for _, end in ranges if end < len(blocks))
+        sent = sum(step.flows[end] for _, end in ranges if end < num_blocks)
         chunks = tuple(step.run_stage(first, end) for first, end in ranges)
         in_flight = count_in_flight(schedule, stages, stage, micro_batches)
         frozen_bytes = run.frozen_bytes - count_frozen_bytes(*absent)

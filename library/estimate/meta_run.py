@@ -408,7 +408,7 @@ class MetaRun:
         if tp_group.size > 1:
             weights = TensorParallelWeights(None, META) if self.adapter is None else None
             sharding = TensorParallel(0, tp_group.size, tp_group.all_reduce, weights)
-            sharding.shard_layers(self.denoiser, plan.tensor_parallel)
+            sharding.shard_layers(self.denoiser, plan.tensor_parallel, plan.head_args)
         context = _MetaContextParallel(cp_group, self._dtype) if cp_group.size > 1 else None
         if context is not None:
             context.wrap_blocks(self.denoiser, plan)
@@ -493,7 +493,7 @@ class MetaRun:
         controls = self._build_controls(pixels[:1], count, batch.control_sizes)
         frame_cond = {name: each.new_empty(count, *each.shape[1:]) for name, each in frame_cond.items()}
         built = PixelBatch(*fields, moments=moments, cond=cond, control_latents=controls, frame_cond=frame_cond or None)
-        rule = self.family.facts.pipeline.frames
+        rule = self.family.frame_rule
         if not batch.has_sound or rule is None:
             return built
         shape = count, rule.count_sound_latents(batch.num_frames), rule.sound_channels

@@ -42,13 +42,15 @@ def summarize_noise_levels(noise_config: NoiseConfig, detected: DetectedModel, p
     if detected.prediction_type != "flow":
         return None
     family = get_family_facts(detected.family)
-    facts, rule = family.training_noise, family.pipeline.frames
+    facts, rule = family.training_noise, detected.frame_rule
     distribution = facts.build_distribution(noise_config, get_config_reader(detected))
     samples = defaultdict[int, float](float)
     for stage in get_planned_stages(plan.batch_plan):
         steps = (plan.steps if stage.end_step is None else min(stage.end_step, plan.steps)) - stage.first_step
         for index, bucket in enumerate(stage.batch_plan.buckets):
             frames = 1 if rule is None else rule.count_latent_frames(bucket.num_frames)
+            if rule is not None and family.has_sections:
+                frames = rule.count_latent_frames(rule.least) - 1  # of one section
             tokens = frames * facts.count_tokens(*bucket.resolution, detected.size_multiple)
             epochs = steps / stage.batch_plan.steps_per_epoch
             samples[tokens] += epochs * stage.batch_plan.count_samples(index)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ..dataloader.batch import Batch, Cond, Moments
     from ..dataloader.sample_prompts import Prompt
     from ..dataset.clip_encoding import SoundTrack
+    from ..dataset.clip_windows import FrameRule
     from ..diffusion.expert_selection import NoiseExperts
     from ..diffusion.process import NoiseProcess
     from .detect import DetectedModel
@@ -84,6 +85,11 @@ class Family(ABC):
         """The experts of the model, with the boundary of ``timestep_boundary``; None if it has one denoiser."""
         experts, boundary = self.facts.pipeline.experts, self.model_config.noise_boundary
         return experts if experts is None or boundary is None else replace(experts, boundary=boundary)
+
+    @property
+    def frame_rule(self) -> FrameRule | None:
+        """What the model asks of the frames of clips; None: it makes images."""
+        return self.facts.get_frame_rule(self.model_config)
 
     @property
     def shares_adapters(self) -> bool:
@@ -225,6 +231,13 @@ class Family(ABC):
         """Arrange the latents of a batch, before noise is added, to those that the denoiser predicts."""
         return batch
 
+    def select_section(self, batch: Batch, draw: float) -> Batch:
+        """Select the section of each clip that a step trains, before noise is added, by a draw in 0..1.
+
+        All samples of an optimizer step have the same draw, on all ranks and in all of its micro-batches.
+        """
+        return batch
+
     def select_trained_frames(self, loss: Tensor, batch: Batch) -> Tensor:
         """Leave out of a loss for each element that of the frames that are given to the denoiser."""
         return loss
@@ -320,7 +333,7 @@ class Family(ABC):
         """Build all arguments of the diffusers pipeline's call that depend on the prompt and its images."""
         from ..dataloader.images import load_control_clips, load_frame_images, load_preview_controls
 
-        kwargs, rule = self.build_sampling_kwargs(pipe, prompt, cond, negative_cond), self.facts.pipeline.frames
+        kwargs, rule = self.build_sampling_kwargs(pipe, prompt, cond, negative_cond), self.frame_rule
         if rule is not None and self.facts.control.num_images[1]:
             size = self.facts.sampling.get_image_size(prompt.width, prompt.height)
             kwargs |= self.build_control_clip_kwargs(pipe, load_control_clips(prompt, rule, size))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..config.schema import ModelConfig
+from ..dataset.clip_windows import FrameRule
 from ..dataset.controls import ControlLimits
 from ..demo import BUILT_IN_MODEL_DIR
 from ..errors import ConfigError, FileError
@@ -88,6 +89,8 @@ class DetectedModel:
     """Values that replace those of the scheduler config."""
     max_side: int | None = None
     """The longest side of an image that the denoiser has positions for; None: any."""
+    frame_rule: FrameRule | None = None
+    """What the model asks of the frames of clips; None: it makes images."""
     stored_formats: tuple[str, ...] = ()
     """The formats in which its files have weights of the denoiser quantized: ``fp8``, ``nf4``, ``Q4_K`` ..."""
 
@@ -419,7 +422,12 @@ def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> Detect
     formats = [list_denoiser_formats(read_checkpoint_header(path), facts) for path in files]  # of another expert
     stored = tuple(dict.fromkeys(name for each in (detected.stored_formats, *formats) for name in each))
     separate = _find_separate_sources(detected, facts, sources)
-    return replace(detected, component_sources={**separate, **sources}, stored_formats=stored)
+    return replace(
+        detected,
+        component_sources={**separate, **sources},
+        stored_formats=stored,
+        frame_rule=facts.get_frame_rule(model_config),
+    )
 
 
 def _select_expert(detected: DetectedModel, noise_experts: str) -> DetectedModel:

@@ -6,7 +6,7 @@ left out, and within a group everything that has a default.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -207,9 +207,15 @@ class BlockFacts:
     """The arguments that a block gets from the previous block, in the order in which it returns them."""
     unsharded_args: tuple[str, ...] = ()
     """The part of ``activation_args`` whose tokens context parallelism leaves whole on every rank."""
+    sound_args: tuple[str, ...] = ()
+    """The part of ``activation_args`` that has no part in the result of a batch without sound."""
     token_args: Mapping[str, tuple[tuple[int, tuple[str, ...]], ...]] = field(default_factory=dict)
     """The token axis of each tensor in a block argument that is no activation, and the ``activation_args`` whose
     tokens this axis covers, in order; a tensor may have one entry there for all tokens."""
+    token_arg_dims: Mapping[str, int] = field(default_factory=dict)
+    """The axes of those ``token_args`` which have tokens only if they have as many axes."""
+    head_args: Mapping[str, int] = field(default_factory=dict)
+    """The axis of the heads in the tensors of an argument of attention layers, which tensor parallelism splits."""
     single_stream_lists: tuple[str, ...] = ()
     """The part of ``lists`` whose layers get text and image tokens together."""
     token_layouts: Mapping[str, TokenLayout] = field(default_factory=dict)
@@ -221,7 +227,12 @@ class BlockFacts:
     text_attention_calls: tuple[int, ...] = ()
     """Indices of the attention calls in a block that attend to a text that is not in ``activation_args``."""
     text_attention_layers: tuple[str, ...] = ()
-    """Name suffixes of the key and value projections of ``text_attention_calls``."""
+    """Name suffixes of the key and value projections of ``text_attention_calls``, and of other layers of blocks that
+    see no tokens which context parallelism shards."""
+    gathered_attention_calls: tuple[int, ...] = ()
+    """Indices of the attention calls in a block in which one of the ``unsharded_args`` attends to sharded tokens."""
+    skipped_attention_calls: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Indices of the attention calls that a block leaves out if this argument of it is true."""
     fused_layers: Mapping[str, tuple[Literal["colwise", "rowwise"], tuple[int, ...]]] = field(default_factory=dict)
     """How tensor parallelism splits layers with fused parts or unusual names, by a pattern of their names; and the
     ratio of the parts' sizes, each of which is split."""
@@ -375,6 +386,19 @@ class FamilyFacts:
     def denoiser_name(self) -> str:
         """The component that is trained."""
         return self.pipeline.denoisers[0]
+
+    def get_frame_rule(self, options: ModelConfig) -> FrameRule | None:
+        """Return what the model asks of the frames of clips: whole sections, where it is trained on these."""
+        rule = self.pipeline.frames
+        if rule is None or not self.has_sections:
+            return rule
+        stride = (rule.frames_per_latent or rule.stride) * options.latent_window_size
+        return replace(rule, stride=stride, least=stride + 1)
+
+    @property
+    def has_sections(self) -> bool:
+        """Whether the model makes clips section by section, each of ``latent_window_size`` latent frames."""
+        return "latent_window_size" in self.options.extra
 
     @property
     def text_images(self) -> TextImages:

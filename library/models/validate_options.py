@@ -322,7 +322,7 @@ def _validate_prompt(prompt: Prompt, model: DetectedModel) -> Iterator[Problem]:
 def _validate_frames(prompt: Prompt, model: DetectedModel) -> Iterator[Problem]:
     """Check what a prompt says of the frames of its clip."""
     facts = get_family_facts(model.family)
-    rule, frames = facts.pipeline.frames, prompt.num_frames
+    rule, frames = model.frame_rule, prompt.num_frames
     if facts.control.are_layers:
         if frames is not None and frames > facts.control.num_images[1]:
             text = f"{facts.title} makes at most {facts.control.num_images[1]} layers, not {frames}"

@@ -31,11 +31,12 @@ class ParamGroup:
 
 
 def build_optimizer(
-    config: OptimConfig, param_groups: Sequence[ParamGroup], *, is_sharded: bool = False
+    config: OptimConfig, param_groups: Sequence[ParamGroup], *, is_sharded: bool = False, is_partly_idle: bool = False
 ) -> torch.optim.Optimizer:
     """Build the optimizer; a mistake in its name or arguments raises ``UserError``.
 
     ``is_sharded``: its parameters will be replaced by shards (DTensors), for which torch 2.13 has no fused SGD.
+    ``is_partly_idle``: some steps have gradients of a part only; torch's fused SGD fails if the rest has no momentum.
     """
     info = resolve_optimizer(config.optimizer_type)
     optimizer_class = _import_optimizer_class(info, config.optimizer_type)
@@ -46,7 +47,8 @@ def build_optimizer(
         groups, lr = [{"params": list(group.parameters)} for group in param_groups], None
     try:
         arguments = {"lr": lr, **arguments}
-        can_fuse = not (is_sharded and optimizer_class is torch.optim.SGD)
+        is_unfit = is_sharded or (is_partly_idle and bool(arguments.get("momentum")))
+        can_fuse = not (is_unfit and optimizer_class is torch.optim.SGD)
         return _instantiate_optimizer(optimizer_class, groups, arguments, can_fuse=can_fuse)
     except (TypeError, ValueError, AssertionError, NotImplementedError) as error:
         raise UserError(Problem("optimizer_args", f"{config.optimizer_type or 'AdamW'}: {error}")) from None

@@ -10,7 +10,7 @@ diffusers' engine has no plan for SD3 and Z-Image, and no backward for uneven nu
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -112,7 +112,7 @@ class ContextParallel:
         single_streams = ((name,) for name in parallel_plan.token_streams)
         layer_streams = parallel_plan.layer_token_streams
         self._stream_groups = {*single_streams, *layer_streams.values(), *self._list_attended_streams()}
-        for block in sequence.blocks:
+        for _, block in sequence.iter_places():
             sequence.hooks.wrap(block, partial(self._run_block, inspect.signature(block.forward)))
         for name, streams in layer_streams.items():
             for lora_a in getattr(model.get_submodule(name), "lora_A", {}).values():
@@ -124,9 +124,10 @@ class ContextParallel:
         Call it after all other wrapping of blocks: these hooks also run on pipeline stages without these blocks.
         """
         sequence = self.parallel_plan.block_sequence
-        first, last = sequence.blocks[0], sequence.blocks[-1]
-        sequence.hooks.wrap(first, partial(self._scatter_tokens, inspect.signature(first.forward)))
-        sequence.hooks.wrap(last, self._gather_tokens)
+        for blocks in (sequence.blocks, *sequence.other_experts):
+            signature = inspect.signature(blocks[0].forward)
+            sequence.hooks.wrap(blocks[0], partial(self._scatter_tokens, signature))
+            sequence.hooks.wrap(blocks[-1], self._gather_tokens)
         logger.info(
             "context parallel: rank %d of %d, each with its part of the tokens of an image", self.rank, self.size
         )
@@ -177,11 +178,16 @@ class ContextParallel:
     ) -> Any:
         bound = signature.bind(*args, **kwargs)
         arguments = bound.arguments
-        for name, token_axes in self.parallel_plan.block_token_args.items():
-            if arguments.get(name) is not None:
-                arguments[name] = self._slice_argument(arguments[name], token_axes)
-        text_calls = self.parallel_plan.text_attention_calls
-        with _AttentionOverride(self.compute_sharded_attention, text_calls) as attention:
+        plan = self.parallel_plan
+        for name, token_axes in plan.block_token_args.items():
+            value, num_axes = arguments.get(name), plan.token_arg_dims.get(name)
+            if value is not None and num_axes in (None, getattr(value, "ndim", None)):
+                arguments[name] = self._slice_argument(value, token_axes)
+        skipped = {
+            call for name, calls in plan.skipped_attention_calls.items() if arguments.get(name) for call in calls
+        }
+        calls = (renumber_calls(each, skipped) for each in (plan.text_attention_calls, plan.gathered_attention_calls))
+        with _AttentionOverride(self, *calls) as attention:
             output = block_forward(*bound.args, **bound.kwargs)
         if not attention.calls:
             raise UserError(
@@ -226,6 +232,26 @@ class ContextParallel:
         output = self.compute_full_attention(query, key, value, attn_mask, **kwargs)
         return scatter_tokens_gather_heads(output, local_tokens, dependency, owner_ranks, self.group)
 
+    def compute_gathered_attention(
+        self,
+        dependency: Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> TensorAndDependency:
+        """Attention of queries that every rank has, to all tokens; every rank computes all of it.
+
+        A rank's gradient is that of what it goes on with, so those of the tokens are summed over the ranks.
+        """
+        query, key, value = (tensor.to(self.get_attention_dtype(tensor)) for tensor in (query, key, value))
+        dependency = create_dependency(query) if dependency is None else dependency
+        owner_ranks = self._find_token_map(key.shape[-2]).owner_ranks
+        gathered, dependency = all_gather_tokens(torch.stack((key, value)), -2, dependency, owner_ranks, self.group)
+        key, value = gathered.unbind()
+        return self.compute_full_attention(query, key, value, attn_mask, **kwargs), dependency
+
     def compute_full_attention(self, *args: Any, **kwargs: Any) -> Tensor:
         """Call torch's attention by its aten name, which the override does not catch again in a compiled block."""
         output: Tensor = torch.ops.aten.scaled_dot_product_attention(*args, **kwargs)
@@ -249,12 +275,19 @@ class ContextParallel:
         raise AssertionError(f"attention over {local_tokens} tokens, of {self._shards}")
 
 
+def renumber_calls(calls: Sequence[int], skipped: Collection[int]) -> tuple[int, ...]:
+    """Return the indices that calls have where the ``skipped`` ones are left out."""
+    return tuple(call - sum(each < call for each in skipped) for call in calls if call not in skipped)
+
+
 class _AttentionOverride(TorchFunctionMode):
     """Replaces ``scaled_dot_product_attention``, however a model comes to call it."""
 
-    def __init__(self, attention: Callable[..., TensorAndDependency], text_calls: Sequence[int]):
+    def __init__(self, context_parallel: ContextParallel, text_calls: Sequence[int], gathered_calls: Sequence[int]):
         super().__init__()
-        self._attention, self._text_calls, self.calls = attention, text_calls, 0
+        self._attention = context_parallel.compute_sharded_attention
+        self._gathered_attention = context_parallel.compute_gathered_attention
+        self._text_calls, self._gathered_calls, self.calls = text_calls, gathered_calls, 0
         self._dependency: Tensor | None = None
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -262,7 +295,8 @@ class _AttentionOverride(TorchFunctionMode):
             self.calls += 1
             if self.calls - 1 in self._text_calls:  # every rank has the whole text, and its own tokens of the image
                 return function(*args, **(kwargs or {}))
-            output, self._dependency = self._attention(self._dependency, *args, **(kwargs or {}))
+            attention = self._gathered_attention if self.calls - 1 in self._gathered_calls else self._attention
+            output, self._dependency = attention(self._dependency, *args, **(kwargs or {}))
             return output
         if function is Tensor.unflatten:  # which dynamo supports as a method only
             return args[0].unflatten(*args[1:], **(kwargs or {}))

@@ -53,6 +53,8 @@ class DeviceMeshStrategy(Strategy):
         sizes = {"dp": dims.dp, "pp": dims.pp, "cp": dims.cp, "tp": dims.tp}
         self.mesh: DeviceMesh = init_device_mesh(self.device.type, (*sizes.values(),), mesh_dim_names=(*sizes,))
         self.tensor_parallel: TensorParallel | None = None
+        self.keeps_missing_gradients = self.trains_base
+        """Whether what has no part in a step keeps its weights: without a gradient, they are not decayed either."""
         self._sharded: PartialWeights | None = None
         """The trained weights of which this rank has a part, or which another rank has."""
         if dims.tp > 1:
@@ -85,11 +87,12 @@ class DeviceMeshStrategy(Strategy):
     def wrap(self, model: nn.Module, optimizer: Optimizer, plan: ParallelPlan | None = None) -> tuple[nn.Module, Any]:
         plan = plan or ParallelPlan()
         denoiser = plan.denoiser or model
+        self.keeps_missing_gradients |= getattr(model, "is_partly_idle", False)
         names = {parameter: name for name, parameter in model.named_parameters()}
         with self._disable_accelerate_compile():
             if self.tensor_parallel is not None:
                 full_size = _count_bytes(denoiser)
-                self.tensor_parallel.shard_layers(denoiser, plan.tensor_parallel)
+                self.tensor_parallel.shard_layers(denoiser, plan.tensor_parallel, plan.head_args)
                 ranks = f"rank {self.tensor_parallel.rank} of {self.tensor_parallel.size}"
                 logger.info(
                     "tensor parallel: %s holds its shard of %d linear layers, %.1f of %.1f MiB of the denoiser",
@@ -136,8 +139,7 @@ class DeviceMeshStrategy(Strategy):
 
     def _all_reduce_gradients(self, divisor: int) -> None:
         partial = set() if self.tensor_parallel is None else self.tensor_parallel.partial_grad_parameters
-        # A weight of the model without any gradient has no part in the result, and must not be decayed.
-        include_missing = self.dims.model_parallel_size > 1 and not self.trains_base
+        include_missing = self.dims.model_parallel_size > 1 and not self.keeps_missing_gradients
         sharded = () if self._sharded is None else self._sharded
         all_reduce_gradients(
             self.model,

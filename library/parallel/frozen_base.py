@@ -14,6 +14,7 @@ from torch import nn
 
 from ..config.schema import ModelConfig, TrainConfig
 from .block_swap import BlockOffloader, OffloadedBytes, count_block_bytes
+from .parallel_plan import name_experts
 from .quantize import (
     FrozenLayer,
     QuantizedWeight,
@@ -104,8 +105,8 @@ def _select_class(layer: nn.Module, weight: QuantizedWeight, model: ModelConfig)
 
 
 def list_experts(denoiser: nn.Module) -> list[nn.Module]:
-    """List the experts of a denoiser, of which each step uses one; most have a single one."""
-    return [*denoiser.children()] if getattr(denoiser, "is_partly_idle", False) else [denoiser]
+    """List the experts of a denoiser, of which each step uses one."""
+    return [*name_experts(denoiser).values()]
 
 
 def number_experts(denoiser: nn.Module, blocks: Sequence[nn.Module]) -> list[int]:

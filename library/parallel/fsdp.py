@@ -13,7 +13,9 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -61,6 +63,9 @@ class FSDPStrategy(DeviceMeshStrategy):
         # Some blocks return views.  FSDP2 warns of in-place changes to them, which do not happen here.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
         super().wrap(model, optimizer, plan)
+        if self.keeps_missing_gradients:
+            engine: Any = torch_fsdp._fully_shard._fsdp_param_group
+            engine.RegisterPostBackwardFunction = _PostBackward
         total, local = count_parameter_bytes(model)
         logger.info(
             "FSDP: %d x %d processes (replicate x shard), %.1f MiB of %.1f MiB of weights on this rank%s",
@@ -153,6 +158,25 @@ class FSDPStrategy(DeviceMeshStrategy):
     def _sharded_modules(self) -> list[FSDPModule]:
         """The modules of the wrapped model whose parameters FSDP shards as a unit."""
         return _list_sharded_modules(self.unwrap_model(self.model))
+
+
+class _PostBackward(torch.autograd.Function):
+    """FSDP2's node at the inputs of a block, which starts the reduction of its gradients in the backward pass.
+
+    torch's own turns a missing gradient of an input into zeros, and the blocks before it would then get gradients of
+    zeros, by which weights are decayed and moved by their momentum, where other strategies leave them alone.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, param_group: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.param_group = param_group
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        ctx.param_group.post_backward()
+        return None, *gradients
 
 
 def _list_sharded_modules(model: nn.Module) -> list[FSDPModule]:

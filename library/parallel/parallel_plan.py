@@ -5,7 +5,7 @@ small and runs on every rank, in the model's own ``forward``.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import BoundArguments
@@ -69,17 +69,31 @@ class BlockSequence:
     blocks: tuple[nn.Module, ...] = ()
     activation_args: tuple[str, ...] = ()
     hooks: BlockHooks = field(default_factory=BlockHooks, compare=False)
+    other_experts: tuple[tuple[nn.Module, ...], ...] = ()
+    """The blocks of the other experts of a model of several, as many as ``blocks``: a forward runs those of one."""
 
     @classmethod
     def from_lists(
         cls, model: nn.Module, block_lists: Sequence[str], activation_args: Sequence[str]
     ) -> "BlockSequence":
-        """Build it from the names of the model's ``ModuleList`` attributes."""
-        blocks = [block for name in block_lists for block in model.get_submodule(name).children()]
-        return cls(tuple(blocks), tuple(activation_args))
+        """Build it from the names of the ``ModuleList`` attributes of the model, or of each of its experts."""
+        first, *others = (
+            tuple(block for name in block_lists for block in expert.get_submodule(name).children())
+            for expert in name_experts(model).values()
+        )
+        return cls(first, tuple(activation_args), other_experts=tuple(others))
+
+    def iter_places(self) -> Iterator[tuple[int, nn.Module]]:
+        """Yield all blocks with their places; a block of each expert has the same place."""
+        for blocks in (self.blocks, *self.other_experts):
+            yield from enumerate(blocks)
 
     def count_block_parameters(self) -> list[int]:
-        return [sum(parameter.numel() for parameter in block.parameters()) for block in self.blocks]
+        """Count the parameters at each place."""
+        counts = [0] * len(self.blocks)
+        for index, block in self.iter_places():
+            counts[index] += sum(parameter.numel() for parameter in block.parameters())
+        return counts
 
     def collect_inputs(self, index: int, bound_arguments: BoundArguments, previous: Activations) -> Activations:
         """Return the input activations of a block; ``previous`` is the output of the block before it.
@@ -171,12 +185,22 @@ class ParallelPlan:
     tensor_parallel: TensorParallelPlan = field(default_factory=dict)
     unsharded_args: tuple[str, ...] = ()
     """The activations whose tokens every rank has whole."""
+    sound_args: tuple[str, ...] = ()
+    """The activations that have no part in the result of a batch without sound."""
     block_token_args: TokenAxes = field(default_factory=dict)
     """Block arguments with tokens besides the activations, which all have them along axis 1."""
     layer_token_streams: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The streams whose tokens pass through a layer, by layer name; other layers of blocks see the whole text."""
+    token_arg_dims: Mapping[str, int] = field(default_factory=dict)
+    """The axes of those ``block_token_args`` which have tokens only if they have as many axes."""
     text_attention_calls: tuple[int, ...] = ()
     """Indices of the attention calls in a block that attend to a text that is not an activation."""
+    gathered_attention_calls: tuple[int, ...] = ()
+    """Indices of the attention calls in which an activation with unsharded tokens attends to sharded ones."""
+    skipped_attention_calls: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Indices of the attention calls that a block leaves out if this argument of it is true."""
+    head_args: Mapping[str, int] = field(default_factory=dict)
+    """The axis of the heads in the tensors of an argument of attention layers."""
     denoiser: nn.Module | None = None
     """The module to shard, of those that are trained; ``None``: all of them."""
 
@@ -184,6 +208,13 @@ class ParallelPlan:
     def token_streams(self) -> tuple[str, ...]:
         """The activations whose tokens are sharded."""
         return tuple(name for name in self.block_sequence.activation_args if name not in self.unsharded_args)
+
+
+def name_experts(denoiser: nn.Module) -> dict[str, nn.Module]:
+    """Map the prefix of its modules' names to each expert of a denoiser; most have a single one."""
+    if not getattr(denoiser, "is_partly_idle", False):
+        return {"": denoiser}
+    return {f"{name}.": expert for name, expert in denoiser.named_children()}
 
 
 def build_block_sequence(family: Family, denoiser: Any) -> BlockSequence:
@@ -205,8 +236,10 @@ def build_parallel_plan(family: Family, denoiser: nn.Module) -> ParallelPlan:
     return ParallelPlan(
         block_sequence=build_block_sequence(family, denoiser),
         unsharded_args=facts.unsharded_args,
+        sound_args=facts.sound_args,
         tensor_parallel=build_tensor_parallel_plan(denoiser, facts.fused_layers),
         block_token_args=facts.token_args,
+        token_arg_dims=facts.token_arg_dims,
         layer_token_streams=map_layer_token_streams(
             denoiser,
             facts.lists,
@@ -215,6 +248,9 @@ def build_parallel_plan(family: Family, denoiser: nn.Module) -> ParallelPlan:
             facts.text_attention_layers,
         ),
         text_attention_calls=facts.text_attention_calls,
+        gathered_attention_calls=facts.gathered_attention_calls,
+        skipped_attention_calls=facts.skipped_attention_calls,
+        head_args=facts.head_args,
         denoiser=denoiser,
     )
 
@@ -230,14 +266,15 @@ def map_layer_token_streams(
     streams = {}
     texts = [name for name in stream_args if name.startswith("encoder_")]
     text, image = (texts or stream_args)[0], [name for name in stream_args if name not in texts][-1]
-    for blocks in block_lists:
-        for name, _ in denoiser.get_submodule(blocks).named_modules(prefix=blocks):
-            if name.endswith(tuple(text_layers)):
-                continue
-            if blocks in single_stream_block_lists:
-                streams[name] = tuple(stream_args)
-            else:
-                streams[name] = (text if TEXT_LAYER_PATTERN.search(name) else image,)
+    for prefix, expert in name_experts(denoiser).items():
+        for blocks in block_lists:
+            for name, _ in expert.get_submodule(blocks).named_modules(prefix=f"{prefix}{blocks}"):
+                if name.endswith(tuple(text_layers)):
+                    continue
+                if blocks in single_stream_block_lists:
+                    streams[name] = tuple(stream_args)
+                else:
+                    streams[name] = (text if TEXT_LAYER_PATTERN.search(name) else image,)
     return streams
 
 

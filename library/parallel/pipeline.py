@@ -25,7 +25,7 @@ from ..distributed.communicator import Communicator
 from ..distributed.step_phases import record_phase
 from .device_mesh_strategy import DeviceMeshStrategy
 from .gradient_accumulation import TrainingTask
-from .parallel_plan import Activations, BlockSequence, ParallelPlan
+from .parallel_plan import Activations, BlockSequence, ParallelPlan, name_experts
 from .pipeline_stages import StageBoundary, StageRunner, broadcast_stage_output, partition_blocks
 from .pipeline_weights import PipelineWeights, fill_missing_gradients
 from .strategy import StrategySettings
@@ -52,12 +52,9 @@ class PipelineStrategy(DeviceMeshStrategy):
 
     def _partition_model(self, model: nn.Module, plan: ParallelPlan) -> None:
         denoiser, sequence = plan.denoiser or model, plan.block_sequence
-        checkpoint_function: Any = None
-        # Checkpoint single blocks, without the communication between them; UNets do so themselves, inside of blocks.
-        if getattr(denoiser, "gradient_checkpointing", False):
-            denoiser.gradient_checkpointing = False  # type: ignore[assignment]
-            checkpoint_function = denoiser._gradient_checkpointing_func
-        self.stage_runner = StageRunner(sequence, checkpoint_function)
+        self.sound_activations = {sequence.activation_args.index(name) for name in plan.sound_args}
+        """The places of the activations that have no part in the result of a batch without sound."""
+        self.stage_runner = StageRunner(sequence, _take_checkpoint_function(denoiser))
         self._assign_stages(sequence.count_block_parameters())
         self._drop_remote_weights(sequence)
         super()._partition_model(model, plan)
@@ -74,7 +71,7 @@ class PipelineStrategy(DeviceMeshStrategy):
 
     def _drop_remote_weights(self, block_sequence: BlockSequence) -> None:
         """Move the frozen weights of other stages' blocks to the meta device."""
-        for index, block in enumerate(block_sequence.blocks):
+        for index, block in block_sequence.iter_places():
             if isinstance(self._sharded, PipelineWeights):
                 self._sharded.add_block(block, self._find_owner(index))
             elif index not in self._local_blocks:
@@ -82,11 +79,12 @@ class PipelineStrategy(DeviceMeshStrategy):
                     for name, weight in list(module.named_parameters(recurse=False)):
                         if not weight.requires_grad and not weight.is_meta:
                             module.register_parameter(name, nn.Parameter(weight.to("meta"), requires_grad=False))
-        blocks, bounds = block_sequence.blocks, self.stage_bounds
+        blocks, bounds = [block for _, block in block_sequence.iter_places()], self.stage_bounds
         mib = sum(item.nbytes for block in blocks for item in block.parameters() if not item.is_meta) / 2**20
         ranges = " and ".join(f"{bounds[stage] + 1} to {bounds[stage + 1]}" for stage in self.local_stages)
-        rank = f"rank {self.pipeline_stage + 1} of {self.dims.pp}"
-        logger.info("pipeline: %s has blocks %s of %d (%.1f MiB)", rank, ranges, len(blocks), mib)
+        rank, experts = f"rank {self.pipeline_stage + 1} of {self.dims.pp}", len(block_sequence.other_experts) + 1
+        of = f"{bounds[-1]} of each expert" if experts > 1 else f"{bounds[-1]}"
+        logger.info("pipeline: %s has blocks %s of %s (%.1f MiB)", rank, ranges, of, mib)
 
     def _find_owner(self, index: int) -> int:
         """Find the rank in the pipeline that has a block."""
@@ -94,7 +92,7 @@ class PipelineStrategy(DeviceMeshStrategy):
         return stage % self.dims.pp
 
     def _all_reduce_gradients(self, divisor: int) -> None:
-        if self.trains_base:
+        if self.keeps_missing_gradients:
             trained = [each for each in self.model.parameters() if each.requires_grad]
             fill_missing_gradients(trained, self.stage_group, self.device)
         super()._all_reduce_gradients(divisor)
@@ -221,6 +219,20 @@ class PipelineSchedules:
         return ScheduleGPipe(stages[0], **settings)
 
 
+def _take_checkpoint_function(denoiser: nn.Module) -> Callable[..., Any] | None:
+    """Switch activation checkpointing of a denoiser off, and return the function that checkpoints single blocks.
+
+    Stages checkpoint blocks without the communication between them; UNets do so themselves, inside of blocks.
+    """
+    function: Callable[..., Any] | None = None
+    experts: list[Any] = [*name_experts(denoiser).values()]
+    for expert in experts:
+        if getattr(expert, "gradient_checkpointing", False):
+            expert.gradient_checkpointing = False
+            function = expert._gradient_checkpointing_func
+    return function
+
+
 def _sum_loss(loss: Tensor, target: Tensor) -> Tensor:
     """The output of the last stage is the loss; ``target`` is unused."""
     return loss.sum()
@@ -247,7 +259,12 @@ class StageModule(nn.Module):
                 loss = step.compute_loss(batch)
         except StageBoundary as boundary:
             apply: Any = _StageOutput.apply
-            return tuple(apply(tensor, self._schedules.pipeline.grad_anchor) for tensor in boundary.activations)
+            pipeline, is_silent = self._schedules.pipeline, step.batches[int(index)].sound is None
+            idle = pipeline.sound_activations if is_silent else ()
+            return tuple(
+                apply(tensor, pipeline.grad_anchor, place not in idle)
+                for place, tensor in enumerate(boundary.activations)
+            )
         if not self._is_last:
             raise AssertionError("a stage that is not the last ran to the end of the model")
         return loss[None]
@@ -282,12 +299,16 @@ class _ContiguousGradient(torch.autograd.Function):
 
 
 class _StageOutput(torch.autograd.Function):
-    """Contiguous copy that requires grad through ``anchor``, also where a stage has no trainable parameters."""
+    """Contiguous copy that requires grad through ``anchor``, also where a stage has no trainable parameters.
+
+    For an output without a part in the result, torch's stages send a gradient of zeros, which is none on one process.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, anchor: Tensor) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, anchor: Tensor, has_part: bool) -> Tensor:
+        ctx.has_part = has_part
         return tensor.clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0], None
+        return gradients[0] if ctx.has_part else None, None, None

@@ -61,7 +61,7 @@ class StageRunner:
         """The output of the previous block."""
         self._stop_before: int | None = None
         self._broadcast: Callable[[int, Activations], Activations] | None = None
-        for index, block in enumerate(block_sequence.blocks):
+        for index, block in block_sequence.iter_places():
             block_sequence.hooks.wrap(block, partial(self._handle_block, index, signature(block.forward)))
 
     def set_full_forward(

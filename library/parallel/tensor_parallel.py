@@ -14,6 +14,7 @@ refuses models with adapters.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ class TensorParallel:
         self.partial_grad_parameters: set[nn.Parameter] = set()
         """Replicated parameters whose gradient on a rank is partial; that of others is complete on every rank."""
         self._is_bypassed = False
+        self._sharded_adapters = set[nn.Module]()
         self._latest_input: tuple[Tensor, bool, Tensor] | None = None
         """The latest input of column-wise layers, whether grad was enabled, and its copy with all-reduced gradient."""
 
@@ -49,10 +51,12 @@ class TensorParallel:
     def from_group(cls, group: dist.ProcessGroup, weights: TensorParallelWeights | None = None) -> "TensorParallel":
         return cls(dist.get_rank(group), dist.get_world_size(group), partial(dist.all_reduce, group=group), weights)
 
-    def shard_layers(self, model: nn.Module, plan: TensorParallelPlan) -> None:
-        """Replace each layer of the plan by this rank's shard."""
+    def shard_layers(
+        self, model: nn.Module, plan: TensorParallelPlan, head_args: Mapping[str, int] = MappingProxyType({})
+    ) -> None:
+        """Replace each layer of the plan by this rank's shard; ``head_args`` of attention layers have all heads."""
         norms = list(iter_norms_over_heads(model, plan))  # by the number of heads of all ranks together
-        self._shard_attention_heads(model, plan)
+        self._shard_attention_heads(model, plan, head_args)
         for norm, width in norms:
             self._shard_norm(norm, width)
         for name, (style, sizes) in plan.items():
@@ -89,7 +93,7 @@ class TensorParallel:
             offset += size
         return tuple(ranges)
 
-    def _shard_attention_heads(self, model: nn.Module, plan: TensorParallelPlan) -> None:
+    def _shard_attention_heads(self, model: nn.Module, plan: TensorParallelPlan, head_args: Mapping[str, int]) -> None:
         attentions = list_split_attentions(plan)
         for name, module in model.named_modules():
             if f"{name}.proj_mlp" in plan and hasattr(module, "mlp_hidden_dim"):
@@ -103,6 +107,18 @@ class TensorParallel:
             for size in ("heads", "num_heads", "num_kv_heads", "inner_dim", "inner_kv_dim"):
                 if hasattr(module, size):
                     setattr(module, size, getattr(module, size) // self.size)
+            if head_args:
+                module.register_forward_pre_hook(partial(self._take_heads, head_args), with_kwargs=True)
+
+    def _take_heads(
+        self, head_args: Mapping[str, int], module: nn.Module, inputs: Any, arguments: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        """Return the arguments of an attention layer with this rank's part of what has all heads."""
+        taken = {}
+        for name, axis in head_args.items():
+            if not self._is_bypassed and arguments.get(name) is not None:
+                taken[name] = tuple(each.chunk(self.size, axis)[self.rank] for each in arguments[name])
+        return inputs, {**arguments, **taken}
 
     def _shard_colwise(self, layer: nn.Module, ranges: Ranges) -> None:
         base = _get_base_layer(layer)
@@ -114,7 +130,7 @@ class TensorParallel:
         def shard_output(_: nn.Module, inputs: Any, output: Tensor) -> Tensor:
             return output if self._is_bypassed else take_ranges(output, -1, ranges)
 
-        for lora_b in _get_adapter_layers(layer, "lora_B"):
+        for lora_b in self._take_adapter_layers(layer, "lora_B"):
             lora_b.register_forward_hook(shard_output)
 
     def _shard_rowwise(self, layer: nn.Module, ranges: Ranges) -> None:
@@ -129,8 +145,14 @@ class TensorParallel:
         if base.bias is not None and self.rank:  # rank 0 adds the bias
             _set_frozen_parameter(base, "bias", torch.zeros_like(base.bias))
         layer.register_forward_hook(lambda _, inputs, output: self._all_reduce_output(output))
-        for lora_a in _get_adapter_layers(layer, "lora_A"):
+        for lora_a in self._take_adapter_layers(layer, "lora_A"):
             lora_a.forward = self._build_sharded_forward(lora_a, ranges)
+
+    def _take_adapter_layers(self, layer: nn.Module, name: str) -> list[Any]:
+        """List the layers of adapters that are not sharded yet: two experts may have one adapter."""
+        layers = [each for each in getattr(layer, name, {}).values() if each not in self._sharded_adapters]
+        self._sharded_adapters.update(layers)
+        return layers
 
     def _shard_norm(self, norm: Any, width: int) -> None:
         if norm.weight is not None:
@@ -218,10 +240,6 @@ class _ReduceFromTensorParallel(torch.autograd.Function):
 def _get_base_layer(layer: nn.Module) -> Any:
     """Return the model's own layer inside of a peft layer."""
     return getattr(layer, "base_layer", layer)
-
-
-def _get_adapter_layers(layer: nn.Module, name: str) -> list[Any]:
-    return list(getattr(layer, name, {}).values())
 
 
 def _set_frozen_parameter(layer: nn.Module, name: str, shard: Tensor) -> None:

@@ -22,7 +22,7 @@ class ShardedNorm:
 
     def __call__(self, states: Tensor) -> Tensor:
         device = states.device.type
-        is_autocast = torch.is_autocast_enabled(device)
+        is_autocast = not states.is_meta and torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if is_autocast else states.dtype
         eps = torch.finfo(states.dtype).eps if self.module.eps is None else self.module.eps
         apply: Any = _AllReduce.apply

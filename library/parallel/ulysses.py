@@ -125,7 +125,7 @@ def scatter_tokens_gather_heads(
 def all_gather_tokens(
     shard: Tensor, dim: int, dependency: Tensor, owner_ranks: Tensor, group: AllToAllGroup
 ) -> TensorAndDependency:
-    """All-gather a tensor without gradient along its token axis."""
+    """All-gather a tensor along its token axis; its gradient is the sum of those of all ranks."""
     rows = shard.movedim(dim, 0)
     sent = rows.repeat(group.size, *(1 for _ in rows.shape[1:]))
     received, dependency = group.all_to_all(sent, dependency, owner_ranks, owner_ranks.shape[0], gather_heads=False)

@@ -101,7 +101,7 @@ class Preview:
             try:
                 (frames, sound), seed = self._generate_frames(run, index, prompt)
                 if is_mine:
-                    files = encode_preview(frames, prompt.fps, run.task.family.facts.pipeline.frames, sound)
+                    files = encode_preview(frames, prompt.fps, run.task.family.frame_rule, sound)
                     self._save_files(run, index, files, seed)
                     drawn.append((index, files))
             except Exception as error:  # such as out of memory, or a limit of the sampler

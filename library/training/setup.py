@@ -42,7 +42,6 @@ from ..models.detect import DetectedModel, build_control_limits
 from ..models.kohya_objective import convert_values
 from ..models.loading import describe_dequantized
 from ..models.model_configs import is_tokenizer
-from ..models.own_families import get_family_facts
 from ..models.scheduler_overrides import override_scheduler, use_original_snr
 from ..models.small_convolutions import multiply_small_convolutions
 from ..models.trained_components import (
@@ -160,7 +159,7 @@ def build_run(
         logger.info("%s", line)
     _store_frozen_base(config, strategy, trained)
     groups = _build_groups(config, family, trained, adapter)
-    optimizer = _build_optimizer(config.optim, groups, is_sharded=strategy.shard_group is not None)
+    optimizer = _build_optimizer(config.optim, groups, strategy, trained)
     compilation = _compile_or_fuse(config.distributed, config.train, config.cache, strategy, trained, prepared=prepared)
     if swap is not None:
         swap.watch(trained.denoiser)
@@ -420,11 +419,12 @@ def _build_oom_recovery(config: TrainConfig, trainable: TrainableModules) -> Oom
 
 
 def _build_optimizer(
-    config: OptimConfig, groups: Sequence[optimizers.ParamGroup], *, is_sharded: bool
+    config: OptimConfig, groups: Sequence[optimizers.ParamGroup], strategy: Strategy, trained: TrainableModules
 ) -> torch.optim.Optimizer:
     for line in find_learning_rate_warnings(config, groups):
         logger.warning("%s", line)
-    optimizer = optimizers.build_optimizer(config, groups, is_sharded=is_sharded)
+    is_sharded, is_partly_idle = strategy.shard_group is not None, trained.is_partly_idle
+    optimizer = optimizers.build_optimizer(config, groups, is_sharded=is_sharded, is_partly_idle=is_partly_idle)
     logger.info("optimizer: %s", optimizers.describe_optimizer(optimizer))
     return optimizer
 
@@ -475,7 +475,7 @@ def build_objective(noise: NoiseConfig, loss: LossConfig, family: Family, pipe: 
 
 def prepare_dataset(data: DataConfig, cache: CacheConfig, comm: Communicator, model: DetectedModel) -> PreparedData:
     """Scan the dataset on one rank per machine; the others read the manifest that it writes next to the images."""
-    limits, frame_rule = build_control_limits(model), get_family_facts(model.family).pipeline.frames
+    limits = build_control_limits(model)
     prepared = comm.run_local_main_first(
         lambda: prepare_data(
             data,
@@ -483,7 +483,7 @@ def prepare_dataset(data: DataConfig, cache: CacheConfig, comm: Communicator, mo
             cache.cache_dir,
             control_limits=limits,
             max_side=model.max_side,
-            frame_rule=frame_rule,
+            frame_rule=model.frame_rule,
         )
     )
     manifest, fingerprint = prepared.manifest, prepared.manifest.compute_fingerprint()

@@ -127,6 +127,7 @@ class DiffusionTask:
         self.seed_dropout(pixel_batch, step)
         with record_phase("encode", pixel_batch):
             batch = self.encode(pixel_batch, step)
+        batch = self.family.select_section(batch, derive_rng(self.seed, Purpose.SECTION, step).random())
         draws = partial(self._build_draws, step=step, global_positions=batch.global_positions)
         expert, quantiles = self._draw_expert(step, batch.latents)
         controls = self._drop_controls(batch.control_latents, pixel_batch.captions, draws)

@@ -50,7 +50,7 @@ def probe_gradients(run: TrainingRun, batch: PixelBatch) -> None:
     """
     task = run.task
     if run.compilation is None:
-        batch = batch.crop_first_image(MAX_PROBE_SIZE, task.family.facts.pipeline.frames)
+        batch = batch.crop_first_image(MAX_PROBE_SIZE, task.family.frame_rule)
         task = replace(task, dropout=None)
         if run.task.dropout is not None:
             run.task.dropout.sample_keys = None
@@ -217,7 +217,7 @@ def check_later_stages_fit(run: TrainingRun, first_batch: PixelBatch) -> None:
     largest = max(later, key=_count_pixels, default=now)
     if _count_pixels(largest) <= _count_pixels(now) or not has_device_memory(run.strategy.device):
         return
-    shape = list_batch_shapes(largest.batch_plan, run.task.family.facts.pipeline.frames)[0]
+    shape = list_batch_shapes(largest.batch_plan, run.task.family.frame_rule)[0]
     try:
         run_trial_step(run, first_batch.build_dummy_batch(*shape))
     except OutOfMemory as error:
@@ -237,7 +237,7 @@ TEXT_LENGTHS: tuple[TextLength, ...] = ("same", "longer", "shorter")
 
 def warm_up_compilation(run: TrainingRun, compilation: "Compilation", first_batch: PixelBatch) -> None:
     """Compile by running forward and backward on black images of every batch shape; no parameter changes."""
-    started, sizes = time.perf_counter(), list_batch_shapes(run.plan.batch_plan, run.task.family.facts.pipeline.frames)
+    started, sizes = time.perf_counter(), list_batch_shapes(run.plan.batch_plan, run.task.family.frame_rule)
     texts_vary = _record_input_shapes(run, compilation, first_batch, sizes)
     batches = [
         batch for shape in sizes for batch in _vary_text_lengths(first_batch.build_dummy_batch(*shape), texts_vary)

@@ -316,7 +316,7 @@ def validate_noise_experts(
 
 def validate_sound(config: RunConfig, family: Family, engine: str) -> Iterator[Problem]:
     """Sound is read once, while latents are cached, and trained by what knows steps without it."""
-    rule, option = family.facts.pipeline.frames, "train_audio"
+    rule, option = family.frame_rule, "train_audio"
     if rule is None or not rule.sound_rate:
         return
     if config.data.slider_prompts is not None:

@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 TIMESTEP_QUANTILES = tuple(number / 10 for number in range(1, 10))
 """Quantiles of the training timestep distribution."""
 
+SECTION_STRIDE = 4 / len(TIMESTEP_QUANTILES)
+"""The draws of sections at one quantile and the next: all are measured, and none at high or low noise alone."""
+
 VALIDATION_SEED = 0
 """The seed of validation noise, which does not depend on the run's seed, so that runs can be compared."""
 
@@ -69,6 +72,7 @@ def _compute_quantile_losses(task: DiffusionTask, pixel_batch: PixelBatch) -> Te
 
 def compute_losses_at_quantile(task: DiffusionTask, batch: Batch, quantile_index: int) -> Tensor:
     """Compute the training loss at a fixed timestep with fixed plain noise."""
+    batch = task.family.select_section(batch, quantile_index * SECTION_STRIDE % 1)
     latents, objective = batch.latents, task.objective
     quantile, experts = TIMESTEP_QUANTILES[quantile_index], task.family.experts
     if experts is not None and objective.distribution is not None:

@@ -17,7 +17,7 @@ from training_runs import max_relative_difference
 from library.adapters.lora_dropout import LoraDropout
 from library.errors import UserError
 from library.models.families import FAMILIES
-from library.parallel.context_parallel import ContextParallel, SequenceShards
+from library.parallel.context_parallel import ContextParallel, SequenceShards, renumber_calls
 from library.parallel.parallel_plan import BlockSequence, ParallelPlan, map_layer_token_streams
 from library.parallel.ulysses import ProcessGroupAllToAll
 
@@ -112,15 +112,38 @@ CASES = [
 ]
 
 
+def compare_gathered_attention() -> tuple[float, float]:
+    """Return these differences for queries that every rank has, where each rank has a loss of its own."""
+    group, length = ProcessGroupAllToAll(dist.group.WORLD), 7
+    context_parallel = ContextParallel(group)
+    context_parallel._shards = shards = SequenceShards({"image": length}, group.rank, group.size)
+    context_parallel.parallel_plan = ParallelPlan(BlockSequence((), ("image",)))
+    context_parallel._token_maps = {("image",): shards.build_token_map(("image",), torch.device("cpu"))}
+    draw = torch.Generator().manual_seed(3)
+    query, key, value = (torch.randn(2, 6, count, 4, generator=draw) for count in (4, length, length))
+    targets = torch.randn(group.size, 2, 6, 4, 4, generator=draw)
+    full = [each.clone().requires_grad_() for each in (query, key, value)]
+    output = functional.scaled_dot_product_attention(*full)
+    gradients = torch.autograd.grad((output * targets.sum(0)).sum(), full)
+    own = shards.compute_token_positions(("image",), torch.device("cpu"))
+    parts = [query.clone().requires_grad_(), *(each[:, :, own].clone().requires_grad_() for each in (key, value))]
+    ours, _ = context_parallel.compute_gathered_attention(None, *parts)
+    actual = list(torch.autograd.grad((ours * targets[group.rank]).sum(), parts))
+    dist.all_reduce(actual[0])
+    expected = gradients[0], gradients[1][:, :, own], gradients[2][:, :, own]
+    difference = max(float((a - b).abs().max()) for a, b in zip(actual, expected, strict=True))
+    return float((ours - output).abs().max()), difference
+
+
 def compare_all_cases() -> list[tuple[float, float]]:
     dist.init_process_group("gloo")
-    return [compare_sharded_attention(*case) for case in CASES]
+    return [*(compare_sharded_attention(*case) for case in CASES), compare_gathered_attention()]
 
 
 @pytest.mark.quick
 def test_sharded_attention_is_attention_over_all_tokens():
     for actual in run_on_ranks(3, compare_all_cases):
-        for ours, case in zip(actual, CASES, strict=True):
+        for ours, case in zip(actual, (*CASES, "gathered"), strict=True):
             assert max(ours) < 1e-5, case
 
 
@@ -131,7 +154,30 @@ def test_a_block_with_its_own_attention_kernel_is_refused():
         context_parallel._run_block(inspect.signature(block.forward), block, (torch.ones(1, 2),), {})
 
 
+def test_calls_after_a_skipped_one_are_counted_without_it():
+    assert renumber_calls((1, 2, 3, 4), {0, 1}) == (0, 1, 2)
+    assert renumber_calls((5,), {0, 1}) == (3,) and renumber_calls((1, 4), ()) == (1, 4)
+
+
 # the tokens of each rank
+
+
+def test_modulations_that_are_as_many_as_the_tokens_are_whole_on_each_rank():
+    """A clip of Wan 2.2 TI2V of 64 x 96 pixels has six tokens, and each block six modulations."""
+    facts, seen = FAMILIES.get("wan22_ti2v").facts.blocks, []
+    context_parallel = ContextParallel.__new__(ContextParallel)
+    context_parallel._shards = SequenceShards({"hidden_states": 6}, 0, 2)
+    context_parallel.parallel_plan = ParallelPlan(
+        block_token_args=facts.token_args, token_arg_dims=facts.token_arg_dims, text_attention_calls=(0,)
+    )
+
+    def run(hidden_states, temb):
+        seen.append(temb.shape)
+        return functional.scaled_dot_product_attention(*[hidden_states] * 3)
+
+    for temb in (torch.ones(1, 6, 8), torch.ones(1, 6, 6, 8)):  # one time for all tokens, and one for each
+        context_parallel._run_block(inspect.signature(run), run, (torch.ones(1, 3, 8), temb), {})
+    assert seen == [(1, 6, 8), (1, 3, 6, 8)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])

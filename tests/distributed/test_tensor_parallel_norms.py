@@ -9,6 +9,7 @@ from torch import nn
 
 from library.parallel.parallel_plan import build_tensor_parallel_plan
 from library.parallel.tensor_parallel import TensorParallel
+from library.parallel.tensor_parallel_norms import ShardedNorm
 from library.parallel.tensor_parallel_weights import TensorParallelWeights
 
 pytestmark = pytest.mark.quick
@@ -78,3 +79,11 @@ def test_two_ranks_normalize_as_one(eps, trains_base):
         if trains_base:
             torch.testing.assert_close(model.norm_k.weight.grad, whole.norm_k.weight.grad[part])
             assert all(each is not model.norm_k.weight for each in parallel.partial_grad_parameters)
+
+
+def test_estimates_run_a_norm_on_the_meta_device():
+    """Autocast does not know this device."""
+    states = torch.empty(2, 5, WIDTH // RANKS, dtype=torch.bfloat16, device="meta")
+    norm = nn.RMSNorm(WIDTH // RANKS, device="meta")
+    output = ShardedNorm(norm, WIDTH, lambda tensor: None)(states)
+    assert output.shape == states.shape and output.dtype == states.dtype

@@ -37,7 +37,7 @@ IMPORTED = {
 RUN_FILES = {"sdscripts/lumina_service.toml": "lumina2", "musubi/gui_krea2.toml": "krea2"}
 COMMAND_MODELS = (
     *("flux2_dev:tiny", "qwen_image:tiny", "qwen_image_edit_plus:2511:tiny", "wan", "wan", "wan:14b", "wan:14b"),
-    *("wan_i2v", "wan22_t2v", "hunyuan_video", "hunyuan_video15", "hunyuan_video15_i2v"),
+    *("wan_i2v", "wan22_t2v", "hunyuan_video", "hunyuan_video15", "hunyuan_video15_i2v", "framepack:tiny"),
 )
 """A model for each command; those of Wan say in their task how large they are."""
 DATASET_MODELS = {
@@ -108,11 +108,17 @@ def test_a_command_of_musubi_tuners_documentation_is_dry_run(command, model, fol
     dataset = "qinglong-flux-kontext-datasets.toml" if "edit" in str(model) else "qinglong-qwen-image-datasets.toml"
     argv = list(command["argv"])
     argv[argv.index("--dataset_config") + 1] = str(DATASETS / dataset)
+    if command["doc"] == "framepack.md":  # which is trained on clips alone
+        write_clip(folder / "clips" / "a.mp4", 40, 30).with_suffix(".txt").write_text("a clip", "utf-8")
+        text = f"video_directory = '{folder / 'clips'}'\nframe_extraction = 'full'\nfp_latent_window_size = 9\n"
+        (folder / "clips.toml").write_text(f"[[datasets]]\ncaption_extension = '.txt'\n{text}", "utf-8")
+        argv[argv.index("--dataset_config") + 1] = "clips.toml"
     if "--sample_prompts" in argv:  # a prompt of musubi-tuner's page about previews
         (folder / "prompts.txt").write_text("A cat walks. --w 640 --h 480 --f 25 --d 1 --s 20\n", "utf-8")
         argv[argv.index("--sample_prompts") + 1] = "prompts.txt"
     check_as_it_is(argv, capsys)
-    for option in ("--vae", "--text_encoder", "--t5", "--clip", "--byt5", "--image_encoder", "--dit_high_noise"):
+    encoders = ("--text_encoder", "--text_encoder1", "--text_encoder2", "--t5", "--clip", "--byt5", "--image_encoder")
+    for option in ("--vae", *encoders, "--dit_high_noise"):
         if option in argv:
             del argv[argv.index(option) : argv.index(option) + 2]
     argv[argv.index("--dit") + 1] = f"random:{model}"

@@ -162,6 +162,8 @@ COUNTS = {
     ("hunyuan_video_i2v", "transformer"): 12_821_012_544,
     ("hunyuan_video_i2v", "text_encoder"): 8_355_272_704,
     ("hunyuan_video_33ch_i2v", "transformer"): 12_810_991_680,
+    ("framepack", "transformer"): 12_874_314_816,
+    ("framepack", "image_encoder"): 428_225_600,
     ("cogvideox", "transformer"): 5_570_283_072,
     ("cogvideox", "vae"): 215_583_907,
     ("cogvideox_2b", "transformer"): 1_693_783_872,

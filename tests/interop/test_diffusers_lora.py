@@ -85,7 +85,7 @@ def test_diffusers_predicts_the_same_with_the_file_as_the_model_in_memory(name, 
         *("sd1_inpainting", "sd2_inpainting", "sdxl_inpainting", "flux_fill", "flux_control"),
         *("sd1_pix2pix", "sdxl_pix2pix", "sdxl_refiner", "bria", "bria_fibo", "bria_fibo_edit", "nucleus_image"),
         "bria_fibo2",
-        *("hunyuan_video", "hunyuan_video_i2v", "hunyuan_video_33ch_i2v"),
+        *("hunyuan_video", "hunyuan_video_i2v", "hunyuan_video_33ch_i2v", "framepack"),
         *("cogvideox", "cogvideox15", "mochi", "kandinsky5_video", "kandinsky5_i2v", "kandinsky6_video", "sana_video"),
     ],
 )

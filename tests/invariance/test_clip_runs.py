@@ -210,11 +210,13 @@ target_frames = [1, 17]
 {controls}
 """
     )
+    sections = ("--latent_window_size", "4") if FAMILY_FACTS[name].has_sections else ()  # of 16 frames
     files = []
     for folder, options in (("cached", CACHED), ("uncached", ())):
         flags = (
             "--pretrained_model_name_or_path",
             f"random:{name}:tiny",
+            *sections,
             *build_run_flags(tmp_path / folder, *options),
         )
         run_on_ranks(1, train, "--dataset_config", str(tmp_path / "set.toml"), "--max_train_steps", "2", *flags)
@@ -232,6 +234,7 @@ SPLIT = [
     ("wan_i2v", "--cp_size 2"),
     ("wan_flf2v", "--pp_size 2"),
     ("hunyuan_video_i2v", "--pp_size 2"),
+    ("framepack", "--cp_size 2 --f1 --latent_window_size 1"),
     ("ltx_video095", "--cp_size 2"),
     ("ltx_video095", "--fsdp --image_to_video"),
     ("wan22_ti2v", "--cp_size 2 --image_to_video"),
@@ -244,6 +247,7 @@ SPLIT = [
 def test_clips_that_two_ranks_split_train_the_same_as_whole_ones(name, layout, dataset, tmp_path):
     model, optimizer = ("--pretrained_model_name_or_path", f"random:{name}:tiny"), ("--optimizer_type", "SGD")
     common = ("--image_to_video",) if "image" in layout else ()
+    common += ("--f1", "--latent_window_size", "1") if "f1" in layout else ()
     parts = ("--gradient_accumulation_steps", "2") if "fsdp" in layout else ()
     files = []
     for ranks, own in ((1, (*parts, *common)), (2, layout.split())):

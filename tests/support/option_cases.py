@@ -186,7 +186,7 @@ def build_met(need: Need, option: Option) -> Case:
 def choose_model(option: Option, *, has_option: bool) -> str:
     """Choose a model whose family has an option, or has it not."""
     models = ("sd1", "sdxl", "sd3", "flux", "z_image", "hunyuan_image", "lumina2", "anima", "wan_i2v", "wan22_t2v")
-    models += ("wan22_ti2v", "sd1_pix2pix", "ltx2")
+    models += ("wan22_ti2v", "sd1_pix2pix", "ltx2", "framepack")
     facts = {model: FAMILY_FACTS[{"sdxl": "sdxl"}.get(model, model)] for model in models}
     named = {model: option.name in (*each.options.extra, *each.options.components) for model, each in facts.items()}
     return next(f"random:{model}:tiny" for model, has in named.items() if has is has_option)

@@ -1894,6 +1894,41 @@ def hunyuan_video_33ch_i2v() -> TinyCase:
     )
 
 
+class RepeatedSection:
+    """A mixin of FramePack's pipeline, which takes one image, for texts of several rows."""
+
+    num_rows = 1
+
+    def __call__(self, *args: Any, prompt: Any = None, prompt_embeds: Any = None, **kwargs: Any) -> Any:
+        texts = prompt if prompt_embeds is None else prompt_embeds
+        self.num_rows = 1 if isinstance(texts, str) else len(texts)
+        return super().__call__(*args, prompt=prompt, prompt_embeds=prompt_embeds, **kwargs)  # type: ignore[misc]
+
+    def encode_image(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().encode_image(*args, **kwargs).expand(self.num_rows, -1, -1)  # type: ignore[misc]
+
+    def prepare_image_latents(self, *args: Any, **kwargs: Any) -> Tensor:
+        encoded = super().prepare_image_latents(*args, **kwargs)  # type: ignore[misc]
+        return encoded.expand(self.num_rows, -1, -1, -1, -1)
+
+
+def framepack() -> TinyCase:
+    """A clip of one section after its first frame."""
+    tiny, pipe = hunyuan_video(), _load("random:framepack:tiny")
+    pipe.__class__ = copy_class_name(type("Repeated", (RepeatedSection, type(pipe)), {}), type(pipe))
+    tiny = replace(tiny, family="framepack", pipe=pipe, source="random:framepack:tiny")
+    tiny = _add_frame_images(tiny, "image", num_frames=37)
+    batch = FAMILIES.get("framepack")().select_section(tiny.batch, 0.0)
+    first = {"image_latents": batch.frame_cond["clean"][:, :, :1]}
+    return replace(
+        tiny,
+        batch=batch,
+        call={**tiny.call, **first},
+        sizes={**tiny.sizes, **first},
+        build_negative=lambda pipe, text: {"negative_prompt": text, "guidance_scale": 10.0},
+    )
+
+
 def _build_cogvideox_case(family: str, source: str, repeat_first: Callable[[Tensor], Tensor], frames: int) -> TinyCase:
     embeds, latents = _draw_tensors((226, 48), (4, frames, HEIGHT // 8, WIDTH // 8))
     one_frame = {"num_frames": 1}
@@ -2174,6 +2209,7 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "hunyuan_video": hunyuan_video,
     "hunyuan_video_i2v": hunyuan_video_i2v,
     "hunyuan_video_33ch_i2v": hunyuan_video_33ch_i2v,
+    "framepack": framepack,
     "cogvideox": cogvideox,
     "cogvideox_2b": cogvideox_2b,
     "cogvideox15": cogvideox15,

@@ -86,6 +86,7 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "hunyuan_video": ".hunyuan_video:HunyuanVideo",
         "hunyuan_video_i2v": ".hunyuan_video_i2v:HunyuanVideoI2V",
         "hunyuan_video_33ch_i2v": ".hunyuan_video_i2v:HunyuanVideoI2V33Channels",
+        "framepack": ".framepack:FramePack",
         "cogvideox": ".cogvideox:CogVideoX",
         "cogvideox15": ".cogvideox15:CogVideoX15",
         "mochi": ".mochi:Mochi",

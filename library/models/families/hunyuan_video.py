@@ -83,6 +83,7 @@ FACTS = FamilyFacts(
             ("txt_in.input_embedder.weight", 1): ("transformer", "text_embed_dim"),
             ("vector_in.in_layer.weight", 1): ("transformer", "pooled_projection_dim"),
             ("guidance_in.mlp.0.weight", None): ("transformer", "guidance_embeds"),
+            ("clean_x_embedder.proj.weight", None): ("transformer", "has_clean_x_embedder"),  # of FramePack
         },
         unsupported_file_names=dict.fromkeys(("i2v", "image_to_video"), f"HunyuanVideo I2V, {I2V_FILES}"),
         trainer_names=TrainerNames(diffusion_pipe=("hunyuan-video",), onetrainer=("HUNYUAN_VIDEO",)),

@@ -77,14 +77,7 @@ class HunyuanVideo15I2V(HunyuanVideo15):
         return _build_pipeline_class()
 
     def configure_pipeline(self, pipe: Any, read: ConfigReader) -> None:
-        import transformers
-
-        # The one that resizes with Pillow, as the pipeline's does without torchvision; older versions have no other.
-        names = ("SiglipImageProcessorPil", "SiglipImageProcessor")
-        processor: Any = next(filter(None, (getattr(transformers, name, None) for name in names)))
-        side = read_required(read, "image_encoder/config.json")["image_size"]
-        settings = read(PROCESSOR_CONFIG) or {"size": {"height": side, "width": side}}
-        pipe.register_modules(feature_extractor=processor(**settings))
+        register_image_processor(pipe, read)
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         return BaseModelInfo("hunyuan_video_1.5_i2v", "hunyuan-video-1.5-i2v")
@@ -94,7 +87,7 @@ class HunyuanVideo15I2V(HunyuanVideo15):
         from ..vae import as_clips
 
         first = moments.mean_and_std[:, 0, :, :1].clone()  # which may be all of the moments of an image
-        return {"first": first, "images": _embed_images(pipe, as_clips(pixels)[:, :, 0])}
+        return {"first": first, "images": embed_siglip_images(pipe, as_clips(pixels)[:, :, 0])}
 
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         import torch
@@ -108,7 +101,19 @@ class HunyuanVideo15I2V(HunyuanVideo15):
         )
 
 
-def _embed_images(pipe: Any, pixels: Tensor) -> Tensor:
+def register_image_processor(pipe: Any, read: ConfigReader) -> None:
+    """Give the pipeline the processor of SigLIP's images."""
+    import transformers
+
+    # The one that resizes with Pillow, as the pipeline's does without torchvision; older versions have no other.
+    names = ("SiglipImageProcessorPil", "SiglipImageProcessor")
+    processor: Any = next(filter(None, (getattr(transformers, name, None) for name in names)))
+    side = read_required(read, "image_encoder/config.json")["image_size"]
+    settings = read(PROCESSOR_CONFIG) or {"size": {"height": side, "width": side}}
+    pipe.register_modules(feature_extractor=processor(**settings))
+
+
+def embed_siglip_images(pipe: Any, pixels: Tensor) -> Tensor:
     """Encode images (B, 3, height, width) in -1..1 with SigLIP, as the pipeline does."""
     from PIL.Image import fromarray
 

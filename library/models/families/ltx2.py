@@ -30,7 +30,7 @@ from ..facts import (
 )
 from ..family_noise_levels import LOGIT_NORMAL, WEIGHTED, TrainingNoiseFacts
 from ..model_configs import CONNECTOR_TOKENS, ConfigReader, ModelError, get_downscale_factor, read_required
-from ..trained_sound import TrainedSound
+from ..trained_sound import SILENT_STEPS, TrainedSound
 from .ltx_video import FACTS as LTX_FACTS
 from .ltx_video import FRAME_STRIDE, OUTER_NAMES, LTXVideo, match_ltx_video, rename_outer_modules
 
@@ -45,6 +45,7 @@ FRAME_RATE = 24.0
 """Frames per second, by which the transformer's positions count the time; the default of diffusers' pipeline."""
 GUIDED_BLOCKS = {False: 29, True: 28}
 """The block without whose attention a preview is guided, of LTX-2 and of LTX-2.3, as the authors recommend."""
+_PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
 SOUND_CHANNELS, SOUND_BANDS = 8, 16
 """Channels of the latents of sound, and bands of each, which are the channels of a token."""
 SOUND_RATE = 25.0
@@ -90,6 +91,13 @@ LTX2_KEYS = KeyStyle(
     has_original_names_in_diffusers=True,
 )
 
+_SOUND_TOKEN_LAYERS = (
+    *(f"{attention}.{name}" for attention in ("audio_attn1", "audio_attn2") for name in _PROJECTIONS),
+    *("audio_to_video_attn.to_k", "audio_to_video_attn.to_v", "video_to_audio_attn.to_q"),
+    *("video_to_audio_attn.to_out.0", "audio_ff.net.0.proj", "audio_ff.net.2"),
+)
+"""The layers that see the tokens of sound, which context parallelism leaves whole on every rank."""
+
 FACTS = replace(
     LTX_FACTS,
     title="LTX-2",
@@ -117,11 +125,19 @@ FACTS = replace(
         lists=("transformer_blocks",),
         activation_args=("hidden_states", "audio_hidden_states"),
         unsharded_args=("audio_hidden_states",),
+        sound_args=("audio_hidden_states",),
         # Positions of the pictures' tokens, and their times, of which there is one where no frame is given.
-        token_args={"video_rotary_emb": ((2, ("hidden_states",)),) * 2, "temb": ((1, ("hidden_states",)),)},
-        text_attention_calls=(1, 2, 3),  # that of sound to itself, that to the text, and that of sound to the text
-        text_attention_layers=("attn2.to_k", "attn2.to_v"),
-        unsupported_strategies={"tp": "the attention of LTX-2 is normalized over all heads together"},
+        token_args={
+            **dict.fromkeys(("video_rotary_emb", "ca_video_rotary_emb"), ((2, ("hidden_states",)),) * 2),
+            **dict.fromkeys(("temb", "temb_ca_scale_shift", "temb_ca_gate"), ((1, ("hidden_states",)),)),
+        },
+        head_args={"query_rotary_emb": 1, "key_rotary_emb": 1},
+        # Of sound to itself, of pictures and of sound to the text, and of pictures to sound.
+        text_attention_calls=(1, 2, 3, 4),
+        text_attention_layers=("attn2.to_k", "attn2.to_v", *_SOUND_TOKEN_LAYERS),
+        gathered_attention_calls=(5,),  # of sound to pictures
+        skipped_attention_calls={"all_perturbed": (0, 1)},
+        fused_layers={r"\.to_gate_logits$": ("colwise", (1,))},
     ),
     text=TextFacts(
         components=("text_encoder", "tokenizer", "connectors"),
@@ -314,14 +330,14 @@ class LTX2FromImage(CleanFirstFrame, LTX2):
 
 
 _SOUND_ATTENTIONS = ("audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
-_SILENT_STEPS = "steps of clips without sound give the layers of sound no gradient (train_audio)"
+_NO_ZEROS = f"DeepSpeed takes a missing gradient for zeros, and {SILENT_STEPS}"
 
 
 def _add_sound(facts: FamilyFacts) -> FamilyFacts:
     """The facts of the model trained with sound: its layers get a LoRA, too, and its decoder is loaded for previews."""
     pipeline, blocks, rule = facts.pipeline, facts.blocks, facts.pipeline.frames or FrameRule()
-    names = (f"{attention}.{name}" for attention in _SOUND_ATTENTIONS for name in ("to_q", "to_k", "to_v", "to_out.0"))
-    refused = dict.fromkeys(("pp", "cp", "compile", "cuda_graphs", "deepspeed"), _SILENT_STEPS)
+    names = (f"{attention}.{name}" for attention in _SOUND_ATTENTIONS for name in _PROJECTIONS)
+    refused = {**dict.fromkeys(("compile", "cuda_graphs"), SILENT_STEPS), "deepspeed": _NO_ZEROS}
     return replace(
         facts,
         title=f"{facts.title} with sound",

@@ -94,7 +94,7 @@ FACTS = FamilyFacts(
         token_args={"image_rotary_emb": ((1, ("hidden_states",)),) * 2},
         text_attention_calls=(1,),
         text_attention_layers=("attn2.to_k", "attn2.to_v"),
-        unsupported_strategies={"tp": "the attention of LTX-Video is normalized over all heads together"},
+        head_args={"image_rotary_emb": 2},
     ),
     text=TextFacts(
         components=("text_encoder", "tokenizer"),

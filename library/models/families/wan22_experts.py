@@ -118,10 +118,9 @@ FACTS = replace(
     ),
     blocks=replace(
         WAN_FACTS.blocks,
-        lists=("high_noise.blocks",),
         unsupported_strategies={
             **WAN_FACTS.blocks.unsupported_strategies,
-            **dict.fromkeys(("tp", "pp", "cp", "compile", "cuda_graphs", "deepspeed"), _BOTH),
+            **dict.fromkeys(("compile", "cuda_graphs", "deepspeed"), _BOTH),
         },
     ),
     training_noise=TrainingNoiseFacts(shift=FixedShift(3.0), reason="as Wan 2.1; both experts together"),

@@ -93,7 +93,11 @@ FACTS = replace(
     ),
     sampling=SamplingFacts(num_inference_steps=50, guidance_scale=5.0, image_size=(1280, 704)),
     # Of previews, and where a first frame is given; other samples have one time for all tokens, which is not split.
-    blocks=replace(WAN_FACTS.blocks, token_args={**WAN_FACTS.blocks.token_args, "temb": ((1, ("hidden_states",)),)}),
+    blocks=replace(
+        WAN_FACTS.blocks,
+        token_args={**WAN_FACTS.blocks.token_args, "temb": ((1, ("hidden_states",)),)},
+        token_arg_dims={"temb": 4},  # of three axes, the second is that of the six modulations
+    ),
     # No command of musubi-tuner is for this model.
     single_files=replace(WAN_FACTS.single_files, build_vae_patterns=_build_vae_patterns),
     options=replace(WAN_FACTS.options, network=GENERAL_NETWORK, musubi_versions={}, extra=("image_to_video",)),

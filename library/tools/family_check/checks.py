@@ -274,6 +274,8 @@ def check_encoded_pixels(family: Family, case: TinyCase) -> None:
     expected = list(case.batch.latents.shape)
     if family.facts.control.are_layers:
         expected[2] = 1  # that of the picture itself
+    if family.frame_rule is not None and family.facts.has_sections:
+        expected[2] = family.frame_rule.count_latent_frames(case.num_frames)
     ensure(list(ours.shape) == expected, f"encode_moments returns latents of the shape {list(ours.shape)}")
 
 

@@ -61,6 +61,7 @@ FAMILY_SENTENCES: Mapping[str, str] = {
     "wan_fun_control": "Videos that follow another one, such as poses, depth or lines; also from their first picture.",
     "hunyuan_video": "Videos; trained on pictures it learns what things look like.",
     "hunyuan_video_i2v": "Videos that go on from a first picture; trained on clips only, not on pictures.",
+    "framepack": "Long videos that go on from a first picture, part by part; trained on clips only, not on pictures.",
     "kandinsky5_i2v": "Videos that go on from a first picture, which is given; small or very large.",
     "kandinsky6_video": "Videos with sound, which it can learn as well; small or very large.",
     "ltx_video": "Quick, short videos on small cards.",

@@ -188,6 +188,7 @@ def test_the_implementation_is_the_one_that_sd_scripts_names():
         **dict.fromkeys(
             ("hunyuan_video_i2v", "hunyuan_video_33ch_i2v"), "https://github.com/Tencent-Hunyuan/HunyuanVideo-I2V"
         ),
+        "framepack": "https://github.com/lllyasviel/FramePack",
         **dict.fromkeys(("cogvideox", "cogvideox15"), "https://github.com/THUDM/CogVideo"),
         "mochi": "https://github.com/genmoai/mochi",
         **dict.fromkeys(("kandinsky5_video", "kandinsky5_i2v"), "https://github.com/kandinskylab/kandinsky-5"),

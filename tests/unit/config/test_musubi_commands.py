@@ -24,6 +24,7 @@ MODELS = {
     "networks.lora_flux": "flux_kontext",
     "networks.lora_wan": "wan",
     "networks.lora_hv_1_5": "hunyuan_video15",
+    "networks.lora_framepack": "framepack",
 }
 
 
@@ -192,7 +193,6 @@ def test_what_would_change_the_result_is_refused_with_the_reason(flags, reason):
     [
         ("--task k5-lite-i2v-5s-sd --nabla_P 0.9", "Kandinsky 5, which is trained from a folder in diffusers' format"),
         ("--task k5-pro-t2v-5s-hd", "Kandinsky 5, which is not supported"),
-        ("--network_module networks.lora_framepack", "FramePack"),
         ("--network_module networks.lora_kandinsky", "Kandinsky 5"),
         ("--network_module networks.lora_hidream_o1 --dino_loss_weight 1", "HiDream-O1"),
     ],
@@ -344,7 +344,7 @@ def build_tiny_command(command) -> list[str]:
     argv = list(command["argv"])
     files = (
         "--vae",
-        "--text_encoder",
+        *("--text_encoder", "--text_encoder1", "--text_encoder2"),
         "--t5",
         "--clip",
         "--byt5",
