@@ -186,7 +186,10 @@ def _format_kohya(adapters: Mapping[str, ModuleAdapter], component: ComponentKey
         try:
             fused = fuse_adapters(parts, group.original)
         except FusionError as error:
-            raise UserError(f"{component.name}.{group.name}: {error}; use comfy") from None
+            types = {part.adapter_type for part in parts if part is not None}
+            is_other = resolve_comfy_format("comfy", types, [component]) == "comfy"
+            other = "comfy" if is_other else "diffusers"
+            raise UserError(f"{component.name}.{group.name}: {error}; use {other}") from None
         name = build_kohya_name(group.name, component.key_prefix)
         yield from iter_named_tensors(name, _reshape_dora_scale(fused), KOHYA_SUFFIXES)
         if fused.adapter_type not in TYPES_WITHOUT_ALPHA:

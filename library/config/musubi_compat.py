@@ -159,7 +159,8 @@ def find_missing_model(settings: Collection[RawSetting]) -> Problem | None:
         return Problem("network_module", text, _SUPPORTED, place=place)
     task = _find_text(settings, "task")
     if task.startswith("k5"):
-        text = f"{task} is Kandinsky 5; it is not supported yet"
+        is_missing = any(part in task for part in ("-10s-", "-5s-hd", "-i2i-"))  # sparse attention, and editing
+        text = f"{task} is Kandinsky 5, {_MISSING if is_missing else _FOLDER_ONLY}"
         return Problem("task", text, _SUPPORTED, place=_find_place(settings, "task"))
     return None
 

@@ -225,8 +225,10 @@ def _list_idle_modules(family: Family, pipe: Any) -> list[str]:
     """The modules that get no gradient, since the model discards their output."""
     denoiser = family.facts.denoiser_name
     idle = [f"{denoiser}.{name}" for name in family.get_unused_layers(getattr(pipe, denoiser))]
-    for part in family.facts.lora.text_encoders:
-        idle += [f"{part}.{module}" for module in family.get_unused_text_layers(getattr(pipe, part), part)]
+    encoders = [(part, getattr(pipe, part, None)) for part in family.facts.lora.text_encoders]
+    for part, encoder in encoders:
+        if isinstance(encoder, nn.Module):  # else its outputs are cached
+            idle += [f"{part}.{module}" for module in family.get_unused_text_layers(encoder, part)]
     return idle
 
 

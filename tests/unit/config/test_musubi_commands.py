@@ -191,7 +191,8 @@ def test_what_would_change_the_result_is_refused_with_the_reason(flags, reason):
 @pytest.mark.parametrize(
     ("flags", "title"),
     [
-        ("--task k5-lite-t2v-5s-sd --nabla_P 0.9", "Kandinsky 5"),
+        ("--task k5-lite-i2v-5s-sd --nabla_P 0.9", "Kandinsky 5, which is trained from a folder in diffusers' format"),
+        ("--task k5-pro-t2v-5s-hd", "Kandinsky 5, which is not supported"),
         ("--network_module networks.lora_kandinsky", "Kandinsky 5"),
         ("--network_module networks.lora_hidream_o1 --dino_loss_weight 1", "HiDream-O1"),
     ],

@@ -1,5 +1,7 @@
 """Files of a DoRA with layers of the original model, of which one part is idle in the last block."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -9,6 +11,7 @@ from library.adapters import injection
 from library.adapters.file_comparison import compare_file_with_model
 from library.adapters.kohya_diffusers_comfyui_keys import convert_from_file_format
 from library.config.schema import AdapterConfig, RunConfig
+from library.errors import UserError
 from library.models.collect_component_keys import collect_component_keys
 from library.models.families import FAMILIES
 from library.training.network_weights import keep_magnitudes, split_idle_layers
@@ -80,3 +83,23 @@ def test_files_with_the_names_of_diffusers_have_no_idle_layer():
 
     (idle,) = family.get_unused_layers(tiny.pipe.transformer)
     assert adapter.kept.alphas and not any(idle in key for key in file.tensors)
+
+
+def test_a_fused_dora_without_a_part_names_a_layout_that_can_hold_it():
+    tiny, family, trained, adapter = build_dora("mochi")
+    state = {key: each for key, each in injection.get_adapter_state_dict(trained).items() if ".to_k." not in key}
+
+    with pytest.raises(UserError, match="train all parts of a fused module, or none; use diffusers"):
+        build_adapter_file(state, adapter, family, tiny.pipe, "auto")
+
+    assert build_adapter_file(state, adapter, family, tiny.pipe, "diffusers").tensors
+
+
+def test_text_encoders_that_are_not_loaded_have_no_idle_layers():
+    """Such as with cached text encoder outputs."""
+    tiny, family = TINY["sdxl"](), FAMILIES.get("sdxl")()
+    config = replace(DORA, adapter=replace(DORA.adapter, network_train_unet_only=True))
+    _, adapter = build_trainable_modules(config, family, tiny.pipe)
+    tiny.pipe.text_encoder = tiny.pipe.text_encoder_2 = None
+
+    assert keep_magnitudes(adapter, family, tiny.pipe) == adapter
