@@ -136,6 +136,9 @@ def test_what_the_masks_do_not_support_is_refused(data, tmp_path):
     assert "control_from_image: Stable Diffusion 1 takes no control images" in list_problems(model="sd1")
     text = data.read_text()
     data.write_text(text.replace("resolution", "control_resolution = 32\nresolution", 1))
-    assert "control_resolution: Stable Diffusion 1 inpainting reads the control image in channels" in list_problems()
+    assert (
+        "control_resolution: Stable Diffusion 1 inpainting reads a control image, which has the size of the picture"
+        in list_problems()
+    )
     data.write_text(text.replace("'mask'", "'canny'"))
     assert "Stable Diffusion 1 inpainting gets a mask, and canny makes none; set 'mask'" in list_problems()

@@ -97,6 +97,7 @@ FACTS = FamilyFacts(
         match_configs=_match_minimax_h3,
         # Files of ai-toolkit and diffusion-pipe name single files, most of them pruned.
         trainer_names=TrainerNames(
+            ai_toolkit=("minimax_h3",),
             simpletuner=("minimaxh3",),
             simpletuner_flavours={"fl2va": "MiniMaxAI/MiniMax-H3"},
             simpletuner_default="fl2va",
