@@ -142,7 +142,6 @@ REASONS: Mapping[str, str] = {
     "nucleus_image": "attention and feed-forward layers, without the modulation and the projections of the text",
     "ltx_video095": "as in diffusion-pipe",
     "ltx2": "without the stream of sound, which pictures alone do not train",
-    "kandinsky6_video": "as Kandinsky 5 video; without the stream of sound, which frames alone do not train",
     "minimax_h3": "without the two blocks that refine the text, whose layers all tokens of texts have",
 }
 """Why a family is trained otherwise here than by the other trainers, or than by the one that it follows."""
