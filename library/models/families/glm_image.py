@@ -87,6 +87,7 @@ FACTS = FamilyFacts(
         has_variable_length=True,
     ),
     training_noise=TrainingNoiseFacts(
+        multiples_per_token=0.5,  # sides are even numbers of tokens
         read_pipeline_shift=lambda read: build_dynamic_shift(read_scheduler_config(read)),
     ),
     sampling=SamplingFacts(num_inference_steps=50, guidance_scale=1.5, frame_images=("image_path",)),
