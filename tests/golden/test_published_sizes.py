@@ -395,7 +395,7 @@ def test_files_of_published_size_are_detected_with_original_and_diffusers_keys(c
         told = {name for name in found if FAMILY_FACTS[name].pipeline.kind == "edit"} | TOLD_BY_OPTIONS
         told |= {"wan22_ti2v"} if config == "wan_tiny" else set()  # the tiny ones have one size
         assert {name: each for name, each in found.items() if name not in told} == {family: config}
-        assert find_component_names(header, FAMILY_FACTS[family]) == ("transformer",)
+        assert find_component_names(header, FAMILY_FACTS[family]) == (FAMILY_FACTS[family].file_denoiser,)
 
 
 @pytest.mark.parametrize(

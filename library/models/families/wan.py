@@ -116,6 +116,7 @@ FACTS = FamilyFacts(
             "blocks.0.self_attn.norm_q.weight": "blocks.0.attn1.norm_q.weight",
             "text_embedding.0.weight": "condition_embedder.text_embedder.linear_1.weight",
             "blocks.0.ffn.0.weight": "blocks.0.ffn.net.0.proj.weight",
+            "ref_conv.weight": "patch_embedding.ref_conv.weight",
         },
         shape_checks={
             ("patch_embedding.weight", 1): ("transformer", "in_channels"),

@@ -151,7 +151,8 @@ class WanFunControl(Wan):
 
     def build_control_clip_kwargs(self, pipe: Any, clips: Sequence[Sequence[Image]]) -> dict[str, Any]:
         clip, *pictures = clips
-        return {"control_video": list(clip), **{"reference_image": picture[0] for picture in pictures}}
+        reference = {"reference_image": pictures[0][0]} if pictures else {}
+        return {"control_video": list(clip), **reference}
 
 
 FROM_IMAGE_FACTS = replace(
@@ -186,7 +187,7 @@ class WanFunControlFromImage(WanFunControl):
 
 
 def _add_reference(facts: FamilyFacts, title: str, architecture: str) -> FamilyFacts:
-    """The facts of a model that takes a picture to refer to, which no task of musubi-tuner is for."""
+    """The facts of a model that takes a picture to refer to."""
     detection, single_files = facts.detection, facts.single_files
     return replace(
         facts,
@@ -199,17 +200,15 @@ def _add_reference(facts: FamilyFacts, title: str, architecture: str) -> FamilyF
         ),
         lora=replace(facts.lora, targets_of="", modelspec_architecture=architecture),
         control=ControlFacts(num_images=(1, 2), have_picture_size=True),
-        options=replace(facts.options, network=GENERAL_NETWORK, musubi_versions={}),
     )
 
 
 def _add_reference11(facts: FamilyFacts, title: str) -> FamilyFacts:
     added = _add_reference(facts, title, "wan2.1-fun-control-1.1")
-    keys = {**added.detection.diffusers_keys, "ref_conv.weight": "patch_embedding.ref_conv.weight"}
     return replace(
         added,
         pipeline=replace(added.pipeline, num_parameters=16_395_457_344),
-        detection=replace(added.detection, match_configs=_match_wan_fun_control11, diffusers_keys=keys),
+        detection=replace(added.detection, match_configs=_match_wan_fun_control11),
         notes="as Fun-Control, also with a picture to refer to",
     )
 
@@ -236,14 +235,15 @@ EXPERTS_FACTS = replace(
         num_parameters=14_289_561_664,
         hub_id="",
     ),
-    detection=replace(
-        _ADDED.detection,
-        match_configs=_match_wan22_fun_control,
-        diffusers_keys={**_ADDED.detection.diffusers_keys, "ref_conv.weight": "patch_embedding.ref_conv.weight"},
-    ),
+    detection=replace(_ADDED.detection, match_configs=_match_wan22_fun_control),
     sampling=replace(FACTS.sampling, guidance_scale=6.0),
-    options=replace(_ADDED.options, extra=(*_ADDED.options.extra, "image_to_video")),
-    notes="two experts, from a control clip, also from the first frame (`--image_to_video`) and a picture; single files",
+    options=replace(
+        _ADDED.options,
+        network=GENERAL_NETWORK,  # no task of musubi-tuner is for this model
+        musubi_versions={},
+        extra=(*_ADDED.options.extra, "image_to_video"),
+    ),
+    notes="two experts, from a control clip, also from the first frame (`--image_to_video`); single files",
 )
 EXPERTS_FROM_IMAGE_FACTS = replace(
     EXPERTS_FACTS,

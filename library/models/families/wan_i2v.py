@@ -27,7 +27,7 @@ CONDITION_CHANNELS = FRAME_STRIDE
 """Channels of the mask: one for each frame of a latent frame."""
 PROCESSOR_CONFIG = "image_processor/preprocessor_config.json"
 REFERENCE_TRANSFORMER = "WanReferenceTransformer3DModel"
-"""The class of the transformers of Fun-Control that take a picture to refer to; see ``wan_reference_transformer.py``."""
+"""The class of the transformers that take a picture to refer to; see ``models/wan_reference_transformer.py``."""
 
 
 def _match_wan_i2v(read: ConfigReader) -> FamilyMatch | None:
