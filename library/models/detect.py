@@ -392,9 +392,9 @@ def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> Detect
     """Resolve the component options and check the options of the family; all problems are raised together."""
     control, controls = model_config.control, CONTROL_FAMILIES.get(detected.family, {})
     detected = replace(detected, family=controls.get(control, detected.family))
-    detected = _select_expert(detected, model_config.noise_experts)
     if model_config.image_to_video:
         detected = replace(detected, family=IMAGE_TO_VIDEO_FAMILIES.get(detected.family, detected.family))
+    detected = _select_expert(detected, model_config.noise_experts)
     if model_config.train_audio:
         detected = replace(detected, family=SOUND_FAMILIES.get(detected.family, detected.family))
     facts, problems, read = get_family_facts(detected.family), list[Problem](), get_config_reader(detected)

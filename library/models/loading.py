@@ -25,6 +25,7 @@ from .checkpoint_inspection import ComponentSource
 from .detect import DetectedModel, detect_model, get_config_reader
 from .families import FAMILIES
 from .families.glm_image import build_prior_tokenizer_class
+from .families.wan_i2v import REFERENCE_TRANSFORMER
 from .model_configs import (
     GUIDERS,
     QUANTIZATION,
@@ -386,6 +387,10 @@ def import_model_class(library: str, name: str) -> Any:
         return _build_t5gemma_encoder_class()
     if name == "GlmImageForConditionalGeneration":
         return build_prior_tokenizer_class()
+    if name == REFERENCE_TRANSFORMER:
+        from .wan_reference_transformer import WanReferenceTransformer3DModel
+
+        return WanReferenceTransformer3DModel
     if name in PILLOW_PROCESSORS:
         return build_pillow_processor_class(name)
     if library in ("diffusers", "transformers"):

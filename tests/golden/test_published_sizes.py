@@ -132,6 +132,9 @@ COUNTS = {
     ("wan_vace_14b", "transformer"): 17_337_592_896,
     ("wan_fun_control", "transformer"): 1_564_502_336,
     ("wan_fun_control_14b", "transformer"): 16_395_124_544,
+    ("wan_fun_control11", "transformer"): 1_564_602_176,
+    ("wan_fun_control11_14b", "transformer"): 16_395_457_344,
+    ("wan22_fun_control", "transformer"): 14_289_561_664,
     ("wan22_t2v", "transformer_2"): 14_288_491_584,
     ("wan22_t2v", "transformer"): 14_288_491_584,
     ("wan22_i2v", "transformer"): 14_288_901_184,
@@ -241,7 +244,7 @@ def test_every_bundled_config_belongs_to_a_family_and_is_complete():
             for key, value in index.items()
             if is_component(value) and key not in (*GUIDERS, *PROCESSORS, *SOUND, *UNUSED)
         }
-        if family == "wan_fun_control":
+        if family in ("wan_fun_control", "wan_fun_control11"):
             components.remove("image_encoder")  # of runs with a given first frame
         assert {*facts.components, "scheduler"} == components
         assert facts.detection.match_configs(data.get) is not None, name
@@ -392,7 +395,7 @@ def test_files_of_published_size_are_detected_with_original_and_diffusers_keys(c
         told = {name for name in found if FAMILY_FACTS[name].pipeline.kind == "edit"} | TOLD_BY_OPTIONS
         told |= {"wan22_ti2v"} if config == "wan_tiny" else set()  # the tiny ones have one size
         assert {name: each for name, each in found.items() if name not in told} == {family: config}
-        assert find_component_names(header, FAMILY_FACTS[family]) == ("transformer",)
+        assert find_component_names(header, FAMILY_FACTS[family]) == (FAMILY_FACTS[family].file_denoiser,)
 
 
 @pytest.mark.parametrize(
@@ -400,7 +403,7 @@ def test_files_of_published_size_are_detected_with_original_and_diffusers_keys(c
     (
         "sd3 sd3_5_medium flux flux_schnell chroma flux2_dev flux2_klein_4b z_image aura_flow lumina2 ovis_image "
         "longcat_image krea2 ideogram4 anima flux3 hunyuan_image qwen_image21 pixart_sigma wan wan_14b "
-        "wan_i2v wan_flf2v wan_vace wan_fun_control hunyuan_video hunyuan_video15"
+        "wan_i2v wan_flf2v wan_vace wan_fun_control wan_fun_control11 wan22_fun_control hunyuan_video hunyuan_video15"
     ).split(),
 )
 @pytest.mark.slow

@@ -155,7 +155,7 @@ def test_an_expert_whose_only_steps_had_no_learning_rate_yet_is_saved_as_it_is(d
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["wan22_t2v", "wan22_i2v"])
+@pytest.mark.parametrize("name", ["wan22_t2v", "wan22_i2v", "wan22_fun_control"])
 def test_diffusers_loads_the_files_of_both_experts(name, dataset, tmp_path):
     """Each changes its own transformer, by what was trained."""
     model = ("--pretrained_model_name_or_path", f"random:{name}:tiny")

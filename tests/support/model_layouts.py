@@ -30,7 +30,7 @@ _VAES = {
 }
 """How to write each class of VAE with the names of published files; others have those of diffusers."""
 
-EXPERTS = ("wan22_t2v", "wan22_i2v")
+EXPERTS = ("wan22_t2v", "wan22_i2v", "wan22_fun_control")
 """Families of two denoisers, with a file each."""
 MARKS = {"qwen_image_edit_plus_2511": "__index_timestep_zero__"}
 

@@ -675,6 +675,7 @@ _WAN_TRANSFORMER = (
     (r"^condition_embedder\.text_embedder\.linear_2\.", "text_embedding.2."),
     (r"^condition_embedder\.time_proj\.", "time_projection.1."),
     (r"^proj_out\.", "head.head."),
+    (r"^patch_embedding\.ref_conv\.", "ref_conv."),
     (r"^(vace_blocks\.\d+)\.proj_in\.", r"\1.before_proj."),
     (r"^(vace_blocks\.\d+)\.proj_out\.", r"\1.after_proj."),
     (r"^scale_shift_table", "head.modulation"),
@@ -741,8 +742,10 @@ TRANSFORMERS = {
     "hunyuan_video": convert_hunyuan_video_transformer,
     "hunyuan_video15": convert_hunyuan_video15_transformer,
     **dict.fromkeys(
-        ("wan", "wan_i2v", "wan_flf2v", "wan_vace", "wan_fun_control", "wan22_ti2v"), convert_wan_transformer
+        ("wan", "wan_i2v", "wan_flf2v", "wan_vace", "wan_fun_control", "wan_fun_control11", "wan22_ti2v"),
+        convert_wan_transformer,
     ),
+    "wan22_fun_control": convert_wan_transformer,
 }
 """How to write the denoiser of each family with the names of its published file."""
 

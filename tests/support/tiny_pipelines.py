@@ -1268,18 +1268,34 @@ def _add_control(tiny: TinyCase, family: Any) -> TinyCase:
     )
 
 
-def wan_fun_control() -> TinyCase:
-    tiny = replace(wan("wan_fun_control", 3), untrained=r"add_[kv]_proj$")  # the layers for a given frame
-    return _add_control(tiny, FAMILIES.get("wan_fun_control")())
+def wan_fun_control(name: str = "wan_fun_control") -> TinyCase:
+    tiny = replace(wan(name, 3), untrained=r"add_[kv]_proj$")  # the layers for a given frame
+    return _add_control(tiny, FAMILIES.get(name)())
 
 
-def wan_fun_control_from_image() -> TinyCase:
+def wan_fun_control_from_image(name: str = "wan_fun_control") -> TinyCase:
     """A clip of two latent frames, of which the first is given."""
-    tiny, options = wan("wan_fun_control", 3), ModelConfig("random:wan_fun_control:tiny", image_to_video=True)
-    name, model = IMAGE_TO_VIDEO_FAMILIES["wan_fun_control"], detect_model(options)
-    family = FAMILIES.get(name)(options)
-    tiny = replace(tiny, family=name, pipe=family.load(model, torch.float32), model=model)
+    tiny, options = wan(name, 3), ModelConfig(f"random:{name}:tiny", image_to_video=True)
+    model = detect_model(options)
+    family = FAMILIES.get(IMAGE_TO_VIDEO_FAMILIES[name])(options)
+    tiny = replace(tiny, family=IMAGE_TO_VIDEO_FAMILIES[name], pipe=family.load(model, torch.float32), model=model)
     return _add_control(_add_frame_images(tiny, "image", num_frames=5), family)
+
+
+def wan_fun_control11() -> TinyCase:
+    return wan_fun_control("wan_fun_control11")
+
+
+def wan_fun_control11_from_image() -> TinyCase:
+    return wan_fun_control_from_image("wan_fun_control11")
+
+
+def wan22_fun_control() -> TinyCase:
+    return _add_control(wan("wan22_fun_control", 3), FAMILIES.get("wan22_fun_control")())
+
+
+def wan22_fun_control_from_image() -> TinyCase:
+    return wan_fun_control_from_image("wan22_fun_control")
 
 
 def wan22_t2v() -> TinyCase:
@@ -2247,6 +2263,10 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "wan_vace": wan_vace,
     "wan_fun_control": wan_fun_control,
     "wan_fun_control_from_image": wan_fun_control_from_image,
+    "wan_fun_control11": wan_fun_control11,
+    "wan_fun_control11_from_image": wan_fun_control11_from_image,
+    "wan22_fun_control": wan22_fun_control,
+    "wan22_fun_control_from_image": wan22_fun_control_from_image,
     "wan22_t2v": wan22_t2v,
     "wan22_i2v": wan22_i2v,
     "wan22_ti2v": wan22_ti2v,

@@ -73,8 +73,10 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "wan_flf2v": ".wan_i2v:WanFLF2V",
         "wan_vace": ".wan_vace:WanVACE",
         "wan_fun_control": ".wan_fun_control:WanFunControl",
+        "wan_fun_control11": ".wan_fun_control:WanFunControl11",
         "wan22_t2v": ".wan22_experts:WanT2VExperts",
         "wan22_i2v": ".wan22_experts:WanI2VExperts",
+        "wan22_fun_control": ".wan_fun_control:WanFunControlExperts",
         "wan22_ti2v": ".wan22_ti2v:WanTI2V",
         "skyreels_v2": ".skyreels_v2:SkyReelsV2",
         "skyreels_v2_i2v": ".skyreels_v2:SkyReelsV2I2V",
@@ -111,6 +113,8 @@ CONTROL_FAMILIES: Mapping[str, Mapping[str, str]] = {
 
 IMAGE_TO_VIDEO_FAMILIES: Mapping[str, str] = {
     "wan_fun_control": f"{__package__}.wan_fun_control:WanFunControlFromImage",
+    "wan_fun_control11": f"{__package__}.wan_fun_control:WanFunControl11FromImage",
+    "wan22_fun_control": f"{__package__}.wan_fun_control:WanFunControlFromImageExperts",
     "wan22_ti2v": f"{__package__}.wan22_ti2v:WanTI2VFromImage",
     "ltx_video095": f"{__package__}.ltx_video095:LTXVideo095FromImage",
     "ltx2": f"{__package__}.ltx2:LTX2FromImage",
@@ -129,7 +133,12 @@ SOUND_FAMILIES: Mapping[str, str] = {
 
 _EXPERT_ENDS = {"high_noise": "HighNoise", "low_noise": "LowNoise"}
 EXPERT_FAMILIES: Mapping[str, Mapping[str, str]] = {
-    name: {expert: f"{__package__}.wan22_experts:{title}{end}" for expert, end in _EXPERT_ENDS.items()}
-    for name, title in (("wan22_t2v", "WanT2V"), ("wan22_i2v", "WanI2V"))
+    name: {expert: f"{__package__}.{title}{end}" for expert, end in _EXPERT_ENDS.items()}
+    for name, title in (
+        ("wan22_t2v", "wan22_experts:WanT2V"),
+        ("wan22_i2v", "wan22_experts:WanI2V"),
+        ("wan22_fun_control", "wan_fun_control:WanFunControl"),
+        (IMAGE_TO_VIDEO_FAMILIES["wan22_fun_control"], "wan_fun_control:WanFunControlFromImage"),
+    )
 }
 """The values of ``--noise_experts`` of each family of two experts, and the family that trains that one alone."""

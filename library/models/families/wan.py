@@ -116,6 +116,7 @@ FACTS = FamilyFacts(
             "blocks.0.self_attn.norm_q.weight": "blocks.0.attn1.norm_q.weight",
             "text_embedding.0.weight": "condition_embedder.text_embedder.linear_1.weight",
             "blocks.0.ffn.0.weight": "blocks.0.ffn.net.0.proj.weight",
+            "ref_conv.weight": "patch_embedding.ref_conv.weight",
         },
         shape_checks={
             ("patch_embedding.weight", 1): ("transformer", "in_channels"),
@@ -123,9 +124,11 @@ FACTS = FamilyFacts(
             ("blocks.0.ffn.0.weight", 0): ("transformer", "ffn_dim"),
             ("img_emb.proj.1.weight", None): ("transformer", "image_dim"),
             ("vace_patch_embedding.weight", None): ("transformer", "vace_in_channels"),
+            ("ref_conv.weight", None): ("transformer", "in_dim_ref_conv"),
         },
         unsupported_shapes={
-            ("ref_conv.weight", 1, 16): "Wan Fun-Control 1.1 or 2.2, whose reference images are not supported yet"
+            ("ref_conv.weight", 1, 48): "Wan 2.2 Fun-Control 5B, which is not supported yet",
+            ("control_adapter.conv.weight", 1, 1536): "Wan Fun-Control-Camera, which is not supported yet",
         },
         unsupported_file_names=dict.fromkeys(
             ("high_noise", "low_noise"),

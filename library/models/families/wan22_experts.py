@@ -23,7 +23,7 @@ from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import DENOISER_PREFIXES, match_flow_model
 from .wan import FACTS as WAN_FACTS
 from .wan import WAN_FRAMES, Wan
-from .wan_i2v import CONDITION_CHANNELS, WanI2V
+from .wan_i2v import CONDITION_CHANNELS, WanI2V, takes_reference
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -43,7 +43,7 @@ _NOISE_WORDS = (
 """The words ``HIGH`` and ``LOW`` alone, unless they say how much there is of something else."""
 
 
-def _match_experts(read: ConfigReader, boundary: float, channels_per_latent: int, more_channels: int) -> FamilyMatch:
+def match_experts(read: ConfigReader, boundary: float, channels_per_latent: int, more_channels: int) -> FamilyMatch:
     index, config = read_required(read, "model_index.json"), read_required(read, "transformer/config.json")
     if index["boundary_ratio"] != boundary:
         raise ModelError(f"its boundary_ratio is {index['boundary_ratio']:g} instead of {boundary:g}")
@@ -54,13 +54,13 @@ def _match_experts(read: ConfigReader, boundary: float, channels_per_latent: int
 def _match_t2v(read: ConfigReader) -> FamilyMatch | None:
     if read_required(read, "model_index.json").get("boundary_ratio") is None:
         return None  # Wan 2.1, or Wan 2.2 TI2V
-    return _match_experts(read, BOUNDARY, 1, 0)
+    return match_experts(read, BOUNDARY, 1, 0)
 
 
 def _match_i2v(read: ConfigReader) -> FamilyMatch | None:
-    if read_required(read, "model_index.json").get("boundary_ratio") is None:
-        return None  # Wan 2.1 I2V
-    return _match_experts(read, IMAGE_BOUNDARY, 2, CONDITION_CHANNELS)
+    if read_required(read, "model_index.json").get("boundary_ratio") is None or takes_reference(read):
+        return None  # Wan 2.1 I2V, or Wan 2.2 Fun-Control
+    return match_experts(read, IMAGE_BOUNDARY, 2, CONDITION_CHANNELS)
 
 
 def _validate_files(read: ConfigReader, options: ModelConfig) -> Iterator[Problem]:
@@ -162,7 +162,7 @@ IMAGE_FACTS = replace(
 )
 
 
-def _select_expert(facts: FamilyFacts, expert: TrainedExperts, denoiser: str) -> FamilyFacts:
+def select_expert(facts: FamilyFacts, expert: TrainedExperts, denoiser: str) -> FamilyFacts:
     """The facts of a run that trains one expert alone, and loads no other."""
     if facts.pipeline.experts is None:
         raise AssertionError("a model of experts")
@@ -175,7 +175,7 @@ def _select_expert(facts: FamilyFacts, expert: TrainedExperts, denoiser: str) ->
     )
 
 
-class _JoinedExperts(Family):
+class JoinedExperts(Family):
     """The methods of a family whose denoiser is both experts."""
 
     def configure_pipeline(self, pipe: Any, read: ConfigReader) -> None:
@@ -193,14 +193,14 @@ class _JoinedExperts(Family):
         return sampling_pipe
 
 
-class _FirstFrame(WanI2V):
+class FirstFrame(WanI2V):
     """The methods of a family that gets the first frame without an image encoder."""
 
     def configure_pipeline(self, pipe: Any, read: ConfigReader) -> None:
         """There is no image processor."""
 
 
-class WanT2VExperts(_JoinedExperts, Wan):
+class WanT2VExperts(JoinedExperts, Wan):
     facts = FACTS
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
@@ -208,29 +208,29 @@ class WanT2VExperts(_JoinedExperts, Wan):
 
 
 class WanT2VHighNoise(Wan):
-    facts = _select_expert(FACTS, "high_noise", "transformer")
+    facts = select_expert(FACTS, "high_noise", "transformer")
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         return BaseModelInfo("wan22_t2v", "wan2.2-t2v-a14b")
 
 
 class WanT2VLowNoise(WanT2VHighNoise):
-    facts = _select_expert(FACTS, "low_noise", "transformer_2")
+    facts = select_expert(FACTS, "low_noise", "transformer_2")
 
 
-class WanI2VExperts(_JoinedExperts, _FirstFrame):
+class WanI2VExperts(JoinedExperts, FirstFrame):
     facts = IMAGE_FACTS
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         return BaseModelInfo("wan22_i2v", "wan2.2-i2v-a14b")
 
 
-class WanI2VHighNoise(_FirstFrame):
-    facts = _select_expert(IMAGE_FACTS, "high_noise", "transformer")
+class WanI2VHighNoise(FirstFrame):
+    facts = select_expert(IMAGE_FACTS, "high_noise", "transformer")
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         return BaseModelInfo("wan22_i2v", "wan2.2-i2v-a14b")
 
 
 class WanI2VLowNoise(WanI2VHighNoise):
-    facts = _select_expert(IMAGE_FACTS, "low_noise", "transformer_2")
+    facts = select_expert(IMAGE_FACTS, "low_noise", "transformer_2")

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 CONDITION_CHANNELS = FRAME_STRIDE
 """Channels of the mask: one for each frame of a latent frame."""
 PROCESSOR_CONFIG = "image_processor/preprocessor_config.json"
+REFERENCE_TRANSFORMER = "WanReferenceTransformer3DModel"
+"""The class of the transformers that take a picture to refer to; see ``models/wan_reference_transformer.py``."""
 
 
 def _match_wan_i2v(read: ConfigReader) -> FamilyMatch | None:
@@ -54,6 +56,11 @@ def is_control_model(read: ConfigReader) -> bool:
     channels = read_required(read, "transformer/config.json").get("in_channels")
     latent_channels = read_required(read, "vae/config.json").get("z_dim", 0)
     return bool(channels == 3 * latent_channels != 2 * latent_channels + CONDITION_CHANNELS)
+
+
+def takes_reference(read: ConfigReader) -> bool:
+    """Whether it is a Fun-Control that takes a picture to refer to."""
+    return bool((read_required(read, "model_index.json").get("transformer") or [None])[-1] == REFERENCE_TRANSFORMER)
 
 
 FACTS = replace(
@@ -164,7 +171,7 @@ class WanI2V(Wan):
 
         from ..text_encoding import pad_text_embeds
 
-        images, mask = batch.frame_cond.get("images"), self._build_mask(noisy_latents)
+        images, mask = batch.frame_cond.get("images"), self.build_mask(noisy_latents)
         inputs = torch.cat([noisy_latents, mask, batch.frame_cond["latents"]], dim=1)
         predicted: Tensor = denoiser(
             hidden_states=inputs,
@@ -175,7 +182,7 @@ class WanI2V(Wan):
         )[0]
         return predicted
 
-    def _build_mask(self, latents: Tensor) -> Tensor:
+    def build_mask(self, latents: Tensor) -> Tensor:
         """Ones for given frames: the first latent frame is of one frame only, which counts for all of its channels."""
         import torch
 

@@ -77,9 +77,8 @@ def test_two_experts_in_a_file_each_are_those_of_the_folder(name, build_case, tm
     kept = FAMILIES.get(name)(mixed).load(detect_model(mixed), torch.float32, parts, keeps_stored=True).transformer
     assert keep_stored_layers(kept.high_noise) > 10 and keep_stored_layers(kept.low_noise) == 0
     for expert, attribute in (("high_noise", "transformer"), ("low_noise", "transformer_2")):
-        only = ModelConfig(
-            paths[expert], noise_experts=expert, model_version=f"{name.removeprefix('wan22_')}-A14B", **others
-        )
+        version = next(iter(FAMILY_FACTS[name].options.musubi_versions), None)
+        only = ModelConfig(paths[expert], noise_experts=expert, model_version=version, **others)
         detected = detect_model(only)
         model = getattr(FAMILIES.get(detected.family)(only).load(detected, torch.float32), attribute)
         state = experts[expert].state_dict()

@@ -291,7 +291,8 @@ def test_files_of_wan_are_known_by_the_names_of_its_authors_and_of_diffusers(tmp
     ("key", "shape", "text"),
     [
         ("patch_embedding.weight", (8, 36, 1, 2, 2), "use the model as a diffusers folder"),
-        ("ref_conv.weight", (8, 16, 2, 2), "Fun-Control 1.1"),
+        ("ref_conv.weight", (8, 48, 2, 2), "Wan 2.2 Fun-Control 5B"),
+        ("control_adapter.conv.weight", (8, 1536, 2, 2), "Fun-Control-Camera"),
     ],
 )
 def test_a_file_of_another_model_of_wan_is_refused_by_what_it_is(key, shape, text, tmp_path):
