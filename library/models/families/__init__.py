@@ -73,6 +73,7 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "wan_flf2v": ".wan_i2v:WanFLF2V",
         "wan_vace": ".wan_vace:WanVACE",
         "wan_fun_control": ".wan_fun_control:WanFunControl",
+        "wan_animate": ".wan_animate:WanAnimate",
         "wan22_t2v": ".wan22_experts:WanT2VExperts",
         "wan22_i2v": ".wan22_experts:WanI2VExperts",
         "wan22_ti2v": ".wan22_ti2v:WanTI2V",

@@ -123,6 +123,7 @@ FACTS = FamilyFacts(
             ("blocks.0.ffn.0.weight", 0): ("transformer", "ffn_dim"),
             ("img_emb.proj.1.weight", None): ("transformer", "image_dim"),
             ("vace_patch_embedding.weight", None): ("transformer", "vace_in_channels"),
+            ("pose_patch_embedding.weight", None): ("transformer", "motion_encoder_size"),
         },
         unsupported_shapes={
             ("ref_conv.weight", 1, 16): "Wan Fun-Control 1.1 or 2.2, whose reference images are not supported yet"
