@@ -62,7 +62,7 @@ FACTS = replace(
     pipeline=replace(
         IMAGE_FACTS.pipeline,
         class_name="WanAnimatePipeline",
-        num_parameters=0,
+        num_parameters=17_274_816_884,
         hub_id="Wan-AI/Wan2.2-Animate-14B-Diffusers",
         frames=FrameRule(stride=FRAME_STRIDE, fps=30.0, least=FRAME_STRIDE + 1),
     ),

@@ -59,6 +59,7 @@ FAMILY_SENTENCES: Mapping[str, str] = {
     "wan": "Short videos; trained on pictures it learns what things look like.",
     "wan_vace": "Videos that follow another one: poses, depth, lines, or a part of it that is painted anew.",
     "wan_fun_control": "Videos that follow another one, such as poses, depth or lines; also from their first picture.",
+    "wan_animate": "Videos in which the person of a picture moves and looks like another; trained on clips only.",
     "hunyuan_video": "Videos; trained on pictures it learns what things look like.",
     "hunyuan_video_i2v": "Videos that go on from a first picture; trained on clips only, not on pictures.",
     "framepack": "Long videos that go on from a first picture, part by part; trained on clips only, not on pictures.",

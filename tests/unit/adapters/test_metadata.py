@@ -179,7 +179,7 @@ def test_the_implementation_is_the_one_that_sd_scripts_names():
         **dict.fromkeys(
             ("wan", "wan_i2v", "wan_flf2v", "wan_vace", "wan_fun_control"), "https://github.com/Wan-Video/Wan2.1"
         ),
-        **dict.fromkeys(("wan22_t2v", "wan22_i2v", "wan22_ti2v"), "https://github.com/Wan-Video/Wan2.2"),
+        **dict.fromkeys(("wan_animate", "wan22_t2v", "wan22_i2v", "wan22_ti2v"), "https://github.com/Wan-Video/Wan2.2"),
         **dict.fromkeys(("skyreels_v2", "skyreels_v2_i2v"), "https://github.com/SkyworkAI/SkyReels-V2"),
         **dict.fromkeys(HUNYUAN15_KINDS, "https://github.com/Tencent-Hunyuan/HunyuanVideo-1.5"),
         **dict.fromkeys(("ltx_video", "ltx_video095"), "https://github.com/Lightricks/LTX-Video"),
