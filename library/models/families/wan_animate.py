@@ -20,7 +20,7 @@ from ...dataset.clip_windows import FrameRule
 from ...registry import copy_class_name
 from ..base import BaseModelInfo
 from ..facts import ControlFacts, FamilyMatch, FamilyOptions, SamplingFacts, TrainerNames
-from ..family_noise_levels import NoiseLevels, TrainingNoiseFacts
+from ..family_noise_levels import TrainingNoiseFacts
 from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import match_flow_model
 from .wan import FACTS as TEXT_FACTS
@@ -82,14 +82,14 @@ FACTS = replace(
     ),
     blocks=replace(
         IMAGE_FACTS.blocks,
-        unsupported_strategies={
-            **IMAGE_FACTS.blocks.unsupported_strategies,
-            **dict.fromkeys(("pp", "cp"), "the face is added to the states between its blocks"),
-        },
+        token_args={**IMAGE_FACTS.blocks.token_args, "token_frames": ((0, ("hidden_states",)),)},
+        text_attention_calls=(*IMAGE_FACTS.blocks.text_attention_calls, 3),  # to the face
+        fused_layers={r"^face_adapter\.\d+\.to_out$": ("rowwise", (1,))},
+        unsupported_strategies={"cuda_graphs": "its motion encoder decomposes a matrix on the device"},
     ),
     control=ControlFacts(num_images=(2, 4), group_size=2, have_picture_size=True),
     training_noise=TrainingNoiseFacts(
-        other_trainers={"DiffSynth-Studio": NoiseLevels("shift", 5.0, origin="its scheduler of Wan")}
+        shift=TEXT_FACTS.training_noise.shift, reason="as Wan 2.1, since no trainer's guide has another"
     ),
     sampling=SamplingFacts(
         num_inference_steps=20, guidance_scale=1.0, image_size=(1280, 720), frame_images=("image_path",)
@@ -107,6 +107,12 @@ class WanAnimate(Wan):
 
     def get_pipeline_class(self) -> Any:
         return _build_pipeline_class()
+
+    @classmethod
+    def prepare_denoiser(cls, denoiser: nn.Module) -> None:
+        from ..wan_animate_transformer import put_faces_into_blocks
+
+        put_faces_into_blocks(denoiser)
 
     def configure_pipeline(self, pipe: Any, read: ConfigReader) -> None:
         WanI2V().configure_pipeline(pipe, read)
@@ -224,12 +230,12 @@ def fold_face(pixels: Tensor) -> Tensor:
     values = torch.cat([values[:, :, :1].expand(-1, -1, FRAME_STRIDE - 1, -1, -1), values], dim=2)
     count, channels, frames, side, _ = values.shape
     parts = (frames // FRAME_STRIDE, FRAME_STRIDE, *(side // FACE_FACTOR, FACE_FACTOR) * 2)
-    return values.reshape(count, channels, *parts).permute(0, 1, 3, 5, 7, 2, 4, 6).flatten(1, 4)
+    return values.reshape(count, channels, *parts).permute((0, 1, 3, 5, 7, 2, 4, 6)).flatten(1, 4)
 
 
 def unfold_face(latents: Tensor) -> Tensor:
     """Unfold what ``fold_face`` returns to pixels in -1..1."""
-    parts = latents.unflatten(1, (3, FRAME_STRIDE, FACE_FACTOR, FACE_FACTOR)).permute(0, 1, 5, 2, 6, 3, 7, 4)
+    parts = latents.unflatten(1, (3, FRAME_STRIDE, FACE_FACTOR, FACE_FACTOR)).permute((0, 1, 5, 2, 6, 3, 7, 4))
     pixels = parts.flatten(6, 7).flatten(4, 5).flatten(2, 3)
     return pixels[:, :, FRAME_STRIDE - 1 :] / 127.5 - 1
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from diffusers import WanAnimateTransformer3DModel
 from family_cases import Recorder
 from tiny_pipelines import HEIGHT, WIDTH, draw_control_clips, draw_frame_image
 
@@ -17,6 +18,7 @@ from library.models.families.wan_animate import (
     fold_face,
     unfold_face,
 )
+from library.models.wan_animate_transformer import attend_to_faces
 from library.randomness import Purpose, derive_rng
 from library.tools.family_check.cases import build_batch, find_call_differences
 
@@ -119,6 +121,29 @@ def test_a_preview_of_several_segments_is_that_of_the_pipeline(num_clips, monkey
     assert latents.shape[2] == 2 * (1 + 3)
     decoded = family.decode_sampled_latents(pipe, latents, HEIGHT, WIDTH).transpose(1, 2)
     torch.testing.assert_close(decoded / 2 + 0.5, expected, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_transformer_whose_blocks_attend_to_the_face_is_that_of_diffusers():
+    """On all tokens to the bit, and on some of them as far as sums round."""
+    model = build_family().load(MODEL, torch.float32).transformer
+    make = torch.Generator().manual_seed(4)
+    sizes = {"hidden_states": (2, 12, 4, 6, 4), "pose_hidden_states": (2, 4, 3, 6, 4)}
+    sizes |= {"face_pixel_values": (2, 3, 9, 16, 16), "encoder_hidden_states": (2, 512, 16)}
+    inputs = {name: torch.randn(size, generator=make) for name, size in sizes.items()}
+    inputs |= {"encoder_hidden_states_image": torch.randn(2, 5, 16, generator=make)}
+    inputs |= {"timestep": torch.tensor([700.0, 20.0]), "return_dict": False}
+    record = Recorder(model.blocks[1])
+    (ours,), (theirs,) = model(**inputs), WanAnimateTransformer3DModel.forward(model, **inputs)
+    assert type(model) is not WanAnimateTransformer3DModel
+    assert torch.equal(ours, theirs)
+    without, whole = record.calls[1], record.calls[0]
+    assert "motion" not in without and not torch.equal(record.outputs[0], record.outputs[1])
+    tokens, motion, frames = record.outputs[0], whole["motion"], whole["token_frames"]
+    expected = model.face_adapter[1](tokens, motion)
+    for part in (slice(0, 5), slice(7, 19)):
+        found = attend_to_faces(model.face_adapter[1], tokens[:, part], motion, frames[part])
+        torch.testing.assert_close(found, expected[:, part])
 
 
 def test_previews_have_the_fewest_segments_of_equal_length():
