@@ -59,7 +59,9 @@ def build_search(source: str) -> tuple[GridSearch, tuple[int, int, int]]:
     clip = fit_clip(model.size_multiple, rule)
     parsed = parse_config(["--pretrained_model_name_or_path", source, *SETTINGS.split()])
     finder = LayoutFinder(parsed.config, frozenset(parsed.locations), model, 1)
-    controls = (clip[:2],) * FAMILY_FACTS[model.family].control.num_images[0]
+    rule = model.frame_rule or rule
+    sides = [rule.get_control_side(number) for number in range(FAMILY_FACTS[model.family].control.num_images[0])]
+    controls = tuple((side, side) if side else clip[:2] for side in sides)
     batch = LargestBatch(clip[:2], (CAPTION,), control_sizes=controls, can_be_split=True, num_frames=clip[2])
     # Without FSDP and DeepSpeed: one process trains.
     return GridSearch(finder, MetaRuns(model, batch), Devices(1, 2**40), lambda layout: not layout.options), clip

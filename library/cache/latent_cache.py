@@ -146,7 +146,8 @@ class LatentEncoder:
                 self.failures[index] = _report_overflow(sample.controls[0].image)
                 continue
             for number, latents in enumerate(encoded):
-                tensors[CONTROL_TENSOR.format(number)] = latents.to(dtype).cpu()
+                is_rounded = latents.is_floating_point()  # pixels are not
+                tensors[CONTROL_TENSOR.format(number)] = latents.to(dtype if is_rounded else latents.dtype).cpu()
             entries.append(EncodedEntry(index, tensors, sample.key))
         return entries
 

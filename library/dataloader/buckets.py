@@ -188,7 +188,10 @@ def assign_controls(
     """Assign the control images of a sample: to the bucket of their picture, or each to a size of its own."""
     assigned = []
     for control in sample.controls:
-        if dataset.file_format == "musubi-tuner" and not dataset.subsets[sample.subset_index].random_crop:
+        if control.square_side:
+            square = Resolution(control.square_side, control.square_side)
+            assigned.append(_assign_single_resolution(*control.size, square))
+        elif dataset.file_format == "musubi-tuner" and not dataset.subsets[sample.subset_index].random_crop:
             assigned.append(_assign_musubi_control(control.size, assignment.bucket_resolution, dataset))
         elif dataset.has_own_control_size:
             size = assign_control_size(*control.size, dataset.control_resolution, dataset.no_resize_control)

@@ -5,7 +5,7 @@ Files are decoded, in their EXIF orientation and transparent ones on white, by `
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -226,15 +226,17 @@ def load_text_images(prompt: "Prompt", kind: TextImages) -> "list[Image]":
     return load_preview_controls(prompt) if kind == "controls" else []
 
 
-def load_control_clips(prompt: "Prompt", rule: FrameRule, size: tuple[int, int]) -> "list[list[Image]]":
-    """Load the control clips of a preview at the rate of the model, in its size and number of frames.
+def load_control_clips(
+    prompt: "Prompt", rule: FrameRule, get_size: Callable[[int], tuple[int, int]]
+) -> "list[list[Image]]":
+    """Load the control clips of a preview at the rate of the model, in its number of frames, each in its size.
 
     Of a shorter one the last frame is repeated; a control image is a clip of one frame.
     """
     length = prompt.num_frames or 1
     images = [[load_rgb_image(path)] * length for path in prompt.control_images]
     clips = [_read_preview_clip(path, rule, length) for path in prompt.control_clips]
-    return [[_fit_frame(frame, size) for frame in frames] for frames in (*images, *clips)]
+    return [[_fit_frame(frame, get_size(number)) for frame in clip] for number, clip in enumerate((*images, *clips))]
 
 
 def _read_preview_clip(path: Path, rule: FrameRule, length: int) -> "list[Image]":

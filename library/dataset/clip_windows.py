@@ -45,6 +45,12 @@ class FrameRule:
     """Whether the last latent of sound may end after the last frame; else their number is the nearest."""
     least: int = 1
     """The fewest frames of a clip; above 1, the model is trained on no images, and on no shorter windows."""
+    control_sides: tuple[int, ...] = ()
+    """The sides in pixels of control clips that are square, by their numbers; 0: they have the size of their clip."""
+
+    def get_control_side(self, number: int) -> int:
+        """Return the side of a control clip that is square; 0: it has the size of its clip."""
+        return self.control_sides[number] if number < len(self.control_sides) else 0
 
     def round_down(self, length: int) -> int:
         """Round a number of frames down to one that the model takes."""

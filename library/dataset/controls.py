@@ -57,6 +57,8 @@ class ControlImage:
     """Whether this is the file of a mask of an inpainting model."""
     has_alpha: bool = False
     """Whether this is a layer, whose alpha channel is read."""
+    square_side: int = 0
+    """The side in pixels of a square that this is brought to, whatever the size of the picture; 0: it is not."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class ControlLimits:
     editing_models: str
     """The models that take control images."""
     are_masks: bool = False
+    group_size: int = 1
+    """How many control images there are more of, if there are more than the fewest."""
     are_clips: bool = False
     """Whether the model makes videos, whose controls are clips."""
     are_layers: bool = False
@@ -87,6 +91,9 @@ class ControlLimits:
                 way = "set multiple_target = true, and put NAME_0.png, NAME_1.png ... beside NAME.png"
                 return f"{self.title} needs the layers of each picture; {way}"
             return f"{self.title} needs {format_count(self.fewest, noun)} for each {picture}, not {count}"
+        if count <= self.most and (count - self.fewest) % self.group_size:
+            counts = " or ".join(map(str, range(self.fewest, self.most + 1, self.group_size)))
+            return f"{self.title} takes {counts} {noun}s for a {picture}, not {count}"
         if count <= self.most:
             return None
         if not self.most:
@@ -386,8 +393,9 @@ def _inspect_subset(
         shapes = [
             f"its control {noun} {file} is {controls[file].size[0]}x{controls[file].size[1]} pixels, the {noun}"
             f" {inspected[image].size[0]}x{inspected[image].size[1]}"
-            for file in files
+            for number, file in enumerate(files)
             if not (defects or inspected[image].problem or dataset.has_own_control_size)
+            and not (clip_rule and clip_rule.get_control_side(number))
             and not has_same_aspect_ratio(controls[file].size, inspected[image].size)
         ]
         if shapes and subset.random_crop:
@@ -398,7 +406,7 @@ def _inspect_subset(
             result.problems[(*subset_key, image)] = "; ".join(defects)
         else:
             result.controls[(*subset_key, image)] = tuple(
-                _build_control(file, controls[file], subset, clip_rule) for file in files
+                _build_control(file, controls[file], subset, clip_rule, number) for number, file in enumerate(files)
             )
     if other_shape:
         result.notes.append(
@@ -408,12 +416,13 @@ def _inspect_subset(
 
 
 def _build_control(
-    file: ImageRef, control: InspectedImage, subset: SubsetConfig, clip_rule: FrameRule | None
+    file: ImageRef, control: InspectedImage, subset: SubsetConfig, clip_rule: FrameRule | None, number: int
 ) -> ControlImage:
-    clip = None
-    if isinstance(control, InspectedClip) and clip_rule is not None:
-        clip = replace(control.frames, conversion=subset.build_rate_conversion(clip_rule))
-    return ControlImage(file, control.size, control.content_hash, clip=clip, has_alpha=subset.multiple_target)
+    found = ControlImage(file, control.size, control.content_hash, has_alpha=subset.multiple_target)
+    if not isinstance(control, InspectedClip) or clip_rule is None:
+        return found
+    clip = replace(control.frames, conversion=subset.build_rate_conversion(clip_rule))
+    return replace(found, clip=clip, square_side=clip_rule.get_control_side(number))
 
 
 def _describe_too_small(size: tuple[int, int], dataset: DatasetConfig) -> str | None:

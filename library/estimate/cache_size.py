@@ -62,16 +62,20 @@ def estimate_latent_cache(
     num_bytes = None
     if sizes is not None:
         indices, augmenter = latent_keys.sample_indices[distinct].tolist(), prepared.build_static_augmenter()
-        elements = 0
+        elements, num_pixels = 0, 0
         for index in indices:
             num_frames = prepared.manifest.samples[index].num_frames
             frames = 1 if frame_rule is None else frame_rule.count_latent_frames(num_frames)
             elements += sizes.count_moment_elements(prepared.assignments[index].bucket_resolution, frames)
             if frame_rule is not None and prepared.manifest.samples[index].has_sound:
                 elements += frame_rule.count_sound_latents(num_frames) * frame_rule.sound_channels
-            controls = (each.bucket_resolution for each in augmenter.assign_controls(index))
-            elements += sum(sizes.count_moment_elements(size, frames) // 2 for size in controls)  # only their mean
-        num_bytes = BYTES_PER_ELEMENT[cache.cache_precision] * elements
+            controls = zip(prepared.manifest.samples[index].controls, augmenter.assign_controls(index), strict=True)
+            for control, own in controls:
+                if control.square_side and frame_rule is not None:  # of whose frames the pixels are stored
+                    num_pixels += 3 * control.square_side**2 * frames * frame_rule.stride
+                else:
+                    elements += sizes.count_moment_elements(own.bucket_resolution, frames) // 2  # only their mean
+        num_bytes = BYTES_PER_ELEMENT[cache.cache_precision] * elements + num_pixels
     directories = _list_directories(cache, prepared) if cache.cache_latents_to_disk else ()
     return CacheEstimate("latents", len(distinct), num_bytes, False, directories)
 

@@ -273,8 +273,12 @@ class Family(ABC):
         """Build the arguments of the diffusers pipeline's call for the control images of a preview."""
         return {"image": list(images)} if images else {}
 
+    def get_control_clip_size(self, pipe: Any, number: int, size: tuple[int, int]) -> tuple[int, int]:
+        """Return width and height of a control clip of a preview, which has this size."""
+        return size
+
     def build_control_clip_kwargs(self, pipe: Any, clips: Sequence[Sequence[Image]]) -> dict[str, Any]:
-        """Build the arguments of the diffusers pipeline's call for the control clips of a preview, in its size."""
+        """Build the arguments of the diffusers pipeline's call for the control clips of a preview, in their sizes."""
         raise NotImplementedError(f"{self.facts.title} takes no control clips")
 
     def adapt_sampling_pipeline(self, sampling_pipe: Any) -> Any:
@@ -340,7 +344,8 @@ class Family(ABC):
         kwargs, rule = self.build_sampling_kwargs(pipe, prompt, cond, negative_cond), self.frame_rule
         if rule is not None and self.facts.control.num_images[1]:
             size = self.facts.sampling.get_image_size(prompt.width, prompt.height)
-            kwargs |= self.build_control_clip_kwargs(pipe, load_control_clips(prompt, rule, size))
+            clips = load_control_clips(prompt, rule, lambda number: self.get_control_clip_size(pipe, number, size))
+            kwargs |= self.build_control_clip_kwargs(pipe, clips)
         else:
             kwargs |= self.build_control_kwargs(pipe, load_preview_controls(prompt))
         return kwargs | self.build_frame_image_kwargs(pipe, *load_frame_images(prompt))

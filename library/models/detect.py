@@ -92,6 +92,8 @@ class DetectedModel:
     """The longest side of an image that the denoiser has positions for; None: any."""
     frame_rule: FrameRule | None = None
     """What the model asks of the frames of clips; None: it makes images."""
+    control_sides: tuple[int, ...] = ()
+    """The sides in pixels of control clips that are square, by their numbers; 0: they have the size of their clip."""
     stored_formats: tuple[str, ...] = ()
     """The formats in which its files have weights of the denoiser quantized: ``fp8``, ``nf4``, ``Q4_K`` ..."""
 
@@ -141,6 +143,7 @@ def build_control_limits(model: DetectedModel, cache: CacheConfig | None = None)
     control = facts.control
     return ControlLimits(
         *(*control.num_images, facts.title, ", ".join(titles), control.are_masks),
+        group_size=control.group_size,
         are_clips=are_clips,
         are_layers=control.are_layers,
         rejection=report_text_images(facts) if is_rejected else None,
@@ -248,7 +251,8 @@ def _build_detected(
     family: str, reason: str, match: FamilyMatch, source_type: SourceType, path_or_id: str, **more: Any
 ) -> DetectedModel:
     properties = match.size_multiple, match.prediction_type, match.has_guidance_embeds
-    return DetectedModel(family, reason, *properties, source_type, path_or_id, max_side=match.max_side, **more)
+    more |= {"max_side": match.max_side, "control_sides": match.control_sides}
+    return DetectedModel(family, reason, *properties, source_type, path_or_id, **more)
 
 
 def _hint_single_component(read: ConfigReader) -> str:
@@ -440,11 +444,12 @@ def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> Detect
     formats = [list_denoiser_formats(read_checkpoint_header(path), facts) for path in files]  # of another expert
     stored = tuple(dict.fromkeys(name for each in (detected.stored_formats, *formats) for name in each))
     separate = _find_separate_sources(detected, facts, sources)
+    rule = facts.get_frame_rule(model_config)
     return replace(
         detected,
         component_sources={**separate, **sources},
         stored_formats=stored,
-        frame_rule=facts.get_frame_rule(model_config),
+        frame_rule=rule and replace(rule, control_sides=detected.control_sides),
     )
 
 

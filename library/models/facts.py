@@ -38,6 +38,8 @@ class FamilyMatch:
     """Whether the denoiser takes the guidance scale as an input."""
     max_side: int | None = None
     """The longest side of an image, where the positions of the denoiser end."""
+    control_sides: tuple[int, ...] = ()
+    """The sides in pixels of control clips that are square, by their numbers; 0: they have the size of their clip."""
 
 
 @dataclass(frozen=True)
@@ -311,6 +313,8 @@ class ControlFacts:
 
     num_images: tuple[int, int] = (0, 0)
     """The fewest and the most control images of a picture."""
+    group_size: int = 1
+    """How many control images there are more of, if there are more than the fewest."""
     have_picture_size: bool = False
     """Whether control images are as large as their picture, such as those in channels of the input."""
     are_masks: bool = False

@@ -116,7 +116,7 @@ def plan_evaluation(
         config.cache.cache_dir,
         control_limits=build_control_limits(detected),
         max_side=detected.max_side,
-        frame_rule=family.frame_rule,
+        frame_rule=detected.frame_rule,
     )
     return EvaluationPlan(
         options=options,

@@ -351,7 +351,8 @@ class DiffusionTask:
     def _encode_controls(self, pixel_batch: PixelBatch) -> tuple[Tensor, ...]:
         """Encode control images, unless they are cached; diffusers' pipelines draw no samples of them either."""
         if pixel_batch.control_latents:
-            return tuple(self.to_device(latents).float() for latents in pixel_batch.control_latents)
+            copied = map(self.to_device, pixel_batch.control_latents)
+            return tuple(each.float() if each.is_floating_point() else each for each in copied)
         if not pixel_batch.control_pixels:
             return ()
         if pixel_batch.pixels is None:

@@ -71,11 +71,12 @@ def test_the_denoiser_gets_clips_as_from_the_diffusers_pipeline_and_latents_are_
     latents = family.encode_moments(pipe, make_clips(family)[:rows]).sample(make_generators()[:rows])
     controls = draw_control_clips(family.facts.control.num_images[1], frames)
     batch = replace(take_rows(tiny.batch, rows), latents=latents, frame_cond=encode_frame_images(family, tiny))
-    batch = family.select_section(batch, 0.0)
-    latents, denoiser = batch.latents, getattr(pipe, family.facts.denoiser_name)
-    record, options = Recorder(denoiser), {**tiny.call, "num_frames": frames, "height": HEIGHT, "width": WIDTH}
     if controls:  # all that the model takes, such as a mask over time
         batch = replace(batch, control_latents=encode_control_clips(family, pipe, controls))
+    batch = family.select_section(family.arrange_batch(batch), 0.0)
+    latents, denoiser = batch.latents, getattr(pipe, family.facts.denoiser_name)
+    record, options = Recorder(denoiser), {**tiny.call, "num_frames": frames, "height": HEIGHT, "width": WIDTH}
+    if controls:
         options |= family.build_control_clip_kwargs(pipe, controls)
     if family.facts.has_sections:  # the pipeline draws the latents of the first frame
         options["image_latents"] = batch.frame_cond["clean"][:, :, :1]

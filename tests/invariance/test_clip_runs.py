@@ -196,7 +196,7 @@ def test_every_family_of_videos_is_trained_on_clips_with_and_without_caches(name
         clip = write_clip(tmp_path / "clips" / f"{number}.mp4", 30, 24, (96, 64), shade=80 * number)
         clip.with_suffix(".txt").write_text(f'clip {number}, moving "LETTERS"', encoding="utf-8")
         for control in range(FAMILY_FACTS[name].control.num_images[1]):  # another rate, fewer frames
-            write_clip(tmp_path / "controls" / f"{number}_{control}.mp4", 9, 16, (96, 64), shade=50 + 80 * control)
+            write_clip(tmp_path / "controls" / f"{number}_{control}.mp4", 9, 16, (96, 64), shade=50 + 60 * control)
     controls = f"control_directory = '{tmp_path / 'controls'}'" if FAMILY_FACTS[name].control.num_images[1] else ""
     (tmp_path / "set.toml").write_text(
         f"""

@@ -708,6 +708,52 @@ def convert_wan_transformer(model: nn.Module) -> dict[str, Tensor]:
     return {_apply_replacements(name, _WAN_TRANSFORMER): tensor for name, tensor in model.state_dict().items()}
 
 
+_WAN_ANIMATE = (
+    (r"^motion_encoder\.motion_synthesis_weight", "motion_encoder.dec.direction.weight"),
+    (r"^motion_encoder\.conv_in\.weight", "motion_encoder.enc.net_app.convs.0.0.weight"),
+    (r"^motion_encoder\.conv_in\.act_fn\.bias", "motion_encoder.enc.net_app.convs.0.1.bias"),
+    (r"^motion_encoder\.conv_out\.", "motion_encoder.enc.net_app.convs.8."),
+    (r"^motion_encoder\.motion_network\.", "motion_encoder.enc.fc."),
+    (r"\.conv1\.weight", ".conv1.0.weight"),
+    (r"\.conv1\.act_fn\.bias", ".conv1.1.bias"),
+    (r"\.conv2\.act_fn\.bias", ".conv2.2.bias"),
+    (r"\.conv_skip\.weight", ".skip.1.weight"),
+    (r"^face_encoder\.(conv1_local|conv2|conv3)\.", r"face_encoder.\1.conv."),
+    (r"^face_adapter\.", "face_adapter.fuser_blocks."),
+    (r"\.norm_([qk])\.", r".\1_norm."),
+    (r"\.to_q\.", ".linear1_q."),
+    (r"\.to_out\.", ".linear2."),
+)
+
+
+def convert_wan_animate_transformer(model: nn.Module) -> dict[str, Tensor]:
+    """The names of the repository of Wan 2.2, with one layer for keys and values of faces, and fixed kernels of blurs."""
+    tensors = convert_wan_transformer(model)
+    others = ("motion_encoder.", "face_")
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(others)}
+    own = {name: tensor for name, tensor in model.state_dict().items() if name.startswith(others)}
+    for name, tensor in own.items():
+        original = re.sub(
+            r"^motion_encoder\.res_blocks\.(\d)\.(.*)",
+            lambda match: f"motion_encoder.enc.net_app.convs.{int(match[1]) + 1}.{match[2]}",
+            name,
+        )
+        if "motion_encoder" in name:
+            original = original.replace(".conv2.weight", ".conv2.1.weight")
+        original = _apply_replacements(original, _WAN_ANIMATE)
+        if ".to_v." in name:
+            continue
+        if ".to_k." in name:
+            original = original.replace(".to_k.", ".linear1_kv.")
+            tensor = torch.cat([tensor, own[name.replace(".to_k.", ".to_v.")]])
+        if ".net_app." in original and original.endswith(".bias"):
+            tensor = tensor.reshape(1, -1, 1, 1)
+        tensors[original] = tensor
+        if original.endswith((".conv2.1.weight", ".skip.1.weight")):
+            tensors[original.replace(".1.weight", ".0.kernel")] = torch.ones(4, 4) / 16
+    return tensors
+
+
 def convert_umt5(encoder: nn.Module) -> dict[str, Tensor]:
     """The names of the text encoder in the repository of Wan."""
     tensors = {_apply_replacements(name, _UMT5): tensor for name, tensor in encoder.state_dict().items()}
@@ -746,6 +792,7 @@ TRANSFORMERS = {
         convert_wan_transformer,
     ),
     "wan22_fun_control": convert_wan_transformer,
+    "wan_animate": convert_wan_animate_transformer,
 }
 """How to write the denoiser of each family with the names of its published file."""
 

@@ -34,7 +34,7 @@ from diffusers.pipelines.qwenimage import (
 from diffusers.pipelines.skyreels_v2 import pipeline_skyreels_v2, pipeline_skyreels_v2_i2v
 from diffusers.pipelines.stable_diffusion import pipeline_stable_diffusion_inpaint
 from diffusers.pipelines.stable_diffusion_xl import pipeline_stable_diffusion_xl_inpaint
-from diffusers.pipelines.wan import pipeline_wan, pipeline_wan_i2v, pipeline_wan_vace
+from diffusers.pipelines.wan import pipeline_wan, pipeline_wan_animate, pipeline_wan_i2v, pipeline_wan_vace
 from diffusers.pipelines.wan.pipeline_wan_video2video import retrieve_latents
 from diffusers.utils.torch_utils import randn_tensor
 from PIL import Image
@@ -551,7 +551,7 @@ def shrink_references(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in INPAINTING_PIPELINES:  # which draw a sample of the latents that the mask leaves
         monkeypatch.setattr(module, "retrieve_latents", lambda encoded, **_: encoded.latent_dist.mode())
     others = pipeline_wan_vace, pipeline_skyreels_v2, pipeline_skyreels_v2_i2v, pipeline_prx, pipeline_prx_pixel
-    for module in (pipeline_wan, pipeline_wan_i2v, *others):
+    for module in (pipeline_wan, pipeline_wan_i2v, pipeline_wan_animate, *others):
         monkeypatch.setattr(module, "ftfy", SimpleNamespace(fix_text=lambda text: text), raising=False)
     monkeypatch.setattr(qwen_image_layered_family, "DEFAULT_LAYERS", 2)
     for module in (pipeline_longcat_image_edit, pipeline_qwenimage_layered):
@@ -1196,19 +1196,30 @@ def wan_flf2v() -> TinyCase:
     return _add_frame_images(wan("wan_flf2v"), "image", "last_image")
 
 
+FACE_SIDE = 16
+"""The side of the control clip of a face, which the tiny model of Wan 2.2 Animate reads."""
+
+
 def draw_control_clips(num_clips: int, num_frames: int) -> list[list[Image.Image]]:
-    """A control clip, and a mask with grey edges that moves; no two frames are alike."""
+    """A control clip, and a mask with grey edges that moves; of four, poses, a face and a background come before it.
+
+    No two frames are alike.
+    """
     masks = [Image.new("RGB", (WIDTH, HEIGHT)) for _ in range(num_frames)]
     for number, mask in enumerate(masks):
         for grey, edge in ((90, 4), (170, 2)):
             mask.paste((grey,) * 3, (11 + number - edge, 19 - edge, 60 + number + edge, 45 + edge))
         mask.paste((255, 255, 255), (11 + number, 19, 60 + number, 45))
-    return [[draw_frame_image(number) for number in range(num_frames)], masks][:num_clips]
+    clip = [draw_frame_image(number) for number in range(num_frames)]
+    if num_clips < 4:
+        return [clip, masks][:num_clips]
+    faces = [frame.resize((FACE_SIDE, FACE_SIDE)) for frame in clip]
+    return [clip, faces, [frame.rotate(180) for frame in clip], masks]
 
 
 def encode_control_clips(family: Any, pipe: Any, clips: Sequence[Sequence[Image.Image]]) -> tuple[Tensor, ...]:
     """What the family makes of control clips, for two samples that have the same."""
-    pixels = [pipe.video_processor.preprocess_video(list(clip), HEIGHT, WIDTH) for clip in clips]
+    pixels = [pipe.video_processor.preprocess_video(list(clip), *clip[0].size[::-1]) for clip in clips]
     with torch.no_grad():
         encoded = family.encode_controls(pipe, pixels, torch.zeros_like(pixels[0]))
     return tuple(each.expand(2, *each.shape[1:]) for each in encoded)
@@ -1296,6 +1307,25 @@ def wan22_fun_control() -> TinyCase:
 
 def wan22_fun_control_from_image() -> TinyCase:
     return wan_fun_control_from_image("wan22_fun_control")
+
+
+def wan_animate() -> TinyCase:
+    """A clip of two latent frames, the first segment, behind the picture of the character."""
+    tiny, family = _add_frame_images(wan("wan_animate"), "image", num_frames=5), FAMILIES.get("wan_animate")()
+    poses, faces = ([clip[0]] * tiny.num_frames for clip in draw_control_clips(4, 1)[:2])
+    batch = replace(tiny.batch, control_latents=encode_control_clips(family, tiny.pipe, [poses, faces]))
+    arguments = {"pose_video": poses, "face_video": faces}
+    return replace(
+        tiny,
+        batch=family.select_section(family.arrange_batch(batch), 0.0),
+        call={**tiny.call, **arguments},
+        sizes={**tiny.sizes, **arguments},
+        texts={**tiny.texts, **arguments},
+        unpack_latents=lambda latents: latents[:, :, 1:],
+        controls=(poses[0], faces[0]),
+        added_frames=1,
+        untrained=r"add_[kv]_proj$",
+    )
 
 
 def wan22_t2v() -> TinyCase:
@@ -2262,6 +2292,7 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "wan_flf2v": wan_flf2v,
     "wan_vace": wan_vace,
     "wan_fun_control": wan_fun_control,
+    "wan_animate": wan_animate,
     "wan_fun_control_from_image": wan_fun_control_from_image,
     "wan_fun_control11": wan_fun_control11,
     "wan_fun_control11_from_image": wan_fun_control11_from_image,

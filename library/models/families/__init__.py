@@ -74,6 +74,7 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "wan_vace": ".wan_vace:WanVACE",
         "wan_fun_control": ".wan_fun_control:WanFunControl",
         "wan_fun_control11": ".wan_fun_control:WanFunControl11",
+        "wan_animate": ".wan_animate:WanAnimate",
         "wan22_t2v": ".wan22_experts:WanT2VExperts",
         "wan22_i2v": ".wan22_experts:WanI2VExperts",
         "wan22_fun_control": ".wan_fun_control:WanFunControlExperts",

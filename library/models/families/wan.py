@@ -125,6 +125,7 @@ FACTS = FamilyFacts(
             ("img_emb.proj.1.weight", None): ("transformer", "image_dim"),
             ("vace_patch_embedding.weight", None): ("transformer", "vace_in_channels"),
             ("ref_conv.weight", None): ("transformer", "in_dim_ref_conv"),
+            ("pose_patch_embedding.weight", None): ("transformer", "motion_encoder_size"),
         },
         unsupported_shapes={
             ("ref_conv.weight", 1, 48): "Wan 2.2 Fun-Control 5B, which is not supported yet",

@@ -95,6 +95,8 @@ class TinyCase:
     """Frames of the clip."""
     dropped_frames: int = 0
     """How many of the first frames of a clip the diffusers pipeline samples and does not return."""
+    added_frames: int = 0
+    """How many latent frames the family puts before those of the clip."""
     add_channels: Callable[[Tensor], Tensor] = return_unchanged
     """Add the channels to pixels that the VAE reads beside them."""
     restore_pixels: Callable[[Tensor], Tensor] = return_unchanged

@@ -61,6 +61,7 @@ FAMILY_SENTENCES: Mapping[str, str] = {
     "wan_fun_control": "Videos that follow another one, such as poses, depth or lines; also from their first picture.",
     "wan_fun_control11": "Videos that follow another one and a picture of what to show; also from their first picture.",
     "wan22_fun_control": "Two models in one, for the largest cards: videos that follow another one and a picture.",
+    "wan_animate": "Videos in which the person of a picture moves and looks like another; trained on clips only.",
     "hunyuan_video": "Videos; trained on pictures it learns what things look like.",
     "hunyuan_video_i2v": "Videos that go on from a first picture; trained on clips only, not on pictures.",
     "framepack": "Long videos that go on from a first picture, part by part; trained on clips only, not on pictures.",

@@ -181,7 +181,8 @@ def test_the_implementation_is_the_one_that_sd_scripts_names():
             "https://github.com/Wan-Video/Wan2.1",
         ),
         **dict.fromkeys(
-            ("wan22_t2v", "wan22_i2v", "wan22_fun_control", "wan22_ti2v"), "https://github.com/Wan-Video/Wan2.2"
+            ("wan_animate", "wan22_t2v", "wan22_i2v", "wan22_fun_control", "wan22_ti2v"),
+            "https://github.com/Wan-Video/Wan2.2",
         ),
         **dict.fromkeys(("skyreels_v2", "skyreels_v2_i2v"), "https://github.com/SkyworkAI/SkyReels-V2"),
         **dict.fromkeys(HUNYUAN15_KINDS, "https://github.com/Tencent-Hunyuan/HunyuanVideo-1.5"),

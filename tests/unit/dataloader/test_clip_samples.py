@@ -19,9 +19,10 @@ from library.dataloader.images import load_first_pixels, load_sample_pixels
 from library.dataloader.loader import MicroBatchDataset
 from library.dataloader.prepare import PreparedData, prepare_data
 from library.dataset.clip_windows import FrameRule
-from library.dataset.controls import match_control_clips
+from library.dataset.controls import ControlLimits, match_control_clips
 from library.dataset.image_ref import ImageRef
 from library.errors import ConfigError, FileError
+from library.models.detect import build_control_limits, detect_model
 
 RULE = FrameRule(stride=4, fps=16.0)
 HEAD = "[[datasets]]\nresolution = 64\nenable_bucket = true\nmin_bucket_reso = 16\nbucket_reso_steps = 16\n"
@@ -35,9 +36,12 @@ def save_clip(folder: Path, name: str, *arguments, caption: str = "a clip", **op
     return path
 
 
-def prepare(folder: Path, text: str, rule: FrameRule | None = RULE, **options) -> PreparedData:
+def prepare(
+    folder: Path, text: str, rule: FrameRule | None = RULE, control_limits: ControlLimits | None = None, **options
+) -> PreparedData:
     (folder / "set.toml").write_text(text, encoding="utf-8")
-    return prepare_data(DataConfig(dataset_config=str(folder / "set.toml"), **options), 16, frame_rule=rule)
+    data = DataConfig(dataset_config=str(folder / "set.toml"), **options)
+    return prepare_data(data, 16, frame_rule=rule, control_limits=control_limits)
 
 
 def load_epoch(prepared: PreparedData):
@@ -158,6 +162,40 @@ def test_a_control_clip_is_cut_or_its_last_frame_repeated(tmp_path):
     save_clip(tmp_path, "alone.mp4", 9)
     with pytest.raises(ConfigError, match=r"alone.mp4: has no control clip: no alone.mp4, no folder alone"):
         prepare(tmp_path, f"{HEAD}{CLIPS}target_frames = [9]\ncontrol_directory = 'control'\n")
+
+
+def test_a_square_control_clip_has_its_own_size_and_is_not_said_to_be_cropped(tmp_path):
+    """Such as the face of Wan 2.2 Animate, beside poses in the size of the clip."""
+    square = replace(RULE, control_sides=(0, 32))
+    for number in range(2):
+        save_clip(tmp_path, f"{number}.mp4", 9, 16, (96, 64))
+        write_clip(tmp_path / "control" / f"{number}_0.mp4", 9, 16, (96, 64))
+        write_clip(tmp_path / "control" / f"{number}_1.mp4", 9, 16, (64, 48))
+    text = f"{HEAD}{CLIPS}target_frames = [9]\ncontrol_directory = 'control'\nflip_aug = true\n"
+    prepared = prepare(tmp_path, text, square)
+    for batch in load_epoch(prepared):
+        poses, face = batch.control_pixels
+        assert (poses.shape, face.shape) == (batch.pixels.shape, (1, 3, 9, 32, 32))
+    shapes = {bucket.control_resolutions for bucket in prepared.buckets}
+    assert shapes == {(prepared.assignments[0].bucket_resolution, (32, 32))}
+    assert not any("another shape" in note for note in prepared.manifest.notes)
+    assert any("another shape" in note for note in prepare(tmp_path, text).manifest.notes), "without a side of its own"
+    prepare(tmp_path, f"{text}random_crop = true\n", square)
+    with pytest.raises(ConfigError, match="cannot be cropped alike"):
+        prepare(tmp_path, f"{text}random_crop = true\n")
+
+
+def test_control_clips_in_pairs_are_no_odd_number(tmp_path):
+    save_clip(tmp_path, "a.mp4", 9)
+    text = f"{HEAD}{CLIPS}target_frames = [9]\ncontrol_directory = 'control'\n"
+    limits = build_control_limits(detect_model("random:wan_animate:tiny"))
+    for number in range(4):
+        write_clip(tmp_path / "control" / f"a_{number}.mp4", 9)
+        if number % 2:
+            prepare(tmp_path, text, control_limits=limits)
+            continue
+        with pytest.raises(FileError, match=r"takes 2 or 4 control clips for a clip, not 3|needs 2 control clips"):
+            prepare(tmp_path, text, control_limits=limits)
 
 
 def test_numbered_control_clips_belong_to_the_clip_of_the_longest_name(tmp_path):

@@ -385,8 +385,28 @@ def test_a_control_clip_of_a_preview_is_found_checked_and_only_for_models_that_t
 def test_a_control_clip_of_a_preview_has_its_rate_size_and_number_of_frames(tmp_path):
     write_clip(tmp_path / "pose.mp4", 12, 24, (64, 32))
     (prompt,) = read(tmp_path, "p.txt", "a --cn pose.mp4 --f 13\n")
-    (frames,) = load_control_clips(prompt, FrameRule(fps=16.0), (32, 32))
+    (frames,) = load_control_clips(prompt, FrameRule(fps=16.0), lambda number: (32, 32))
     assert {frame.size for frame in frames} == {(32, 32)} and len(frames) == 13
     shown = [frame.tobytes() for frame in frames]
     assert len(set(shown[:8])) == 8, "half a second has eight frames at 16 per second"
     assert set(shown[8:]) == {shown[7]}, "the last one is repeated"
+
+
+def test_control_clips_of_a_preview_have_each_its_own_size(tmp_path):
+    write_clip(tmp_path / "pose.mp4", 6, 16, (64, 32))
+    (prompt,) = read(tmp_path, "p.txt", "a --cn pose.mp4 --cn pose.mp4 --f 5\n")
+    clips = load_control_clips(prompt, FrameRule(fps=16.0), {0: (64, 32), 1: (16, 16)}.__getitem__)
+    assert [{frame.size for frame in clip} for clip in clips] == [{(64, 32)}, {(16, 16)}]
+
+
+def test_a_model_that_takes_control_clips_in_pairs_takes_no_other_number(tmp_path):
+    write_clip(tmp_path / "pose.mp4", 6, 16, (64, 32))
+    Image.new("RGB", (64, 32)).save(tmp_path / "still.png")
+    model = detect_model("random:wan_animate:tiny")
+    for count, reason in {1: "needs 2 control clips for each clip, not 1", 3: "takes 2 or 4 control clips"}.items():
+        (prompt,) = read(tmp_path, "p.txt", f"a --i still.png --f 5 {'--cn pose.mp4 ' * count}\n")
+        (line,) = format_lines(validate_prompts([prompt], model))
+        assert reason in line and "p.txt:1" in line
+    for count in (2, 4):
+        (prompt,) = read(tmp_path, "p.txt", f"a --i still.png --f 5 {'--cn pose.mp4 ' * count}\n")
+        assert list(validate_prompts([prompt], model)) == []
