@@ -1,5 +1,6 @@
 """Models of two experts: one result on any number of processes, exact resume, and files that diffusers reads."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,11 @@ def test_an_expert_whose_only_steps_had_no_learning_rate_yet_is_saved_as_it_is(d
 def test_diffusers_loads_the_files_of_both_experts(name, dataset, tmp_path):
     """Each changes its own transformer, by what was trained."""
     model = ("--pretrained_model_name_or_path", f"random:{name}:tiny")
+    if FAMILIES.get(name).facts.control.num_images[0]:  # the clips are their own controls
+        controls = shutil.copytree(dataset.with_name("clips"), tmp_path / "controls")
+        text = dataset.read_text() + f"control_directory = '{controls}'\n"
+        dataset = tmp_path / "control.toml"
+        dataset.write_text(text)
     run_on_ranks(1, train, *build_flags(dataset, tmp_path, *model, "--save_every_n_steps", "3"))
     family = FAMILIES.get(name)()
     pipe = family.load(f"random:{name}:tiny", torch.float32)
