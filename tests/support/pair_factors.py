@@ -183,7 +183,9 @@ def _list_choices(option: str) -> Iterator[Value]:
 
 
 LEFT_OUT = {
-    **dict.fromkeys(("hunyuan_video_i2v", "framepack", "wan_animate"), "it is trained on clips alone, and the rows have images"),
+    **dict.fromkeys(
+        ("hunyuan_video_i2v", "framepack", "wan_animate"), "it is trained on clips alone, and the rows have images"
+    ),
 }
 
 
