@@ -1,4 +1,4 @@
-"""The transformer of Wan 2.2 Animate with the attention to the face inside of its blocks, where diffusers has it between.
+"""The transformer of Wan 2.2 Animate with the attention to faces inside of its blocks; diffusers has it between them.
 
 What passes from a block to the next is then all that later blocks need, so that pipeline stages can begin with any
 block.  And a block may get some of the tokens only, as with context parallelism.
@@ -37,9 +37,10 @@ class FaceBlock(_block):  # type: ignore[misc]
         if motion is None or token_frames is None:
             return output
         (adapter,) = self.face_adapters
-        if output.shape[1] == num_tokens:
-            return output + adapter(output, motion)
-        return output + attend_to_faces(adapter, output, motion, token_frames)
+        is_whole = output.shape[1] == num_tokens
+        added = adapter(output, motion) if is_whole else attend_to_faces(adapter, output, motion, token_frames)
+        output = output + added
+        return output
 
 
 def attend_to_faces(adapter: Any, hidden_states: Tensor, motion: Tensor, token_frames: Tensor) -> Tensor:
@@ -51,8 +52,8 @@ def attend_to_faces(adapter: Any, hidden_states: Tensor, motion: Tensor, token_f
     value = adapter.to_v(faces).unflatten(2, heads)
     key_frames = torch.arange(motion.shape[1], device=motion.device).repeat_interleave(num_keys)
     mask = token_frames[:, None] == key_frames
-    streams = (each.transpose(1, 2) for each in (query, key, value))
-    attended = scaled_dot_product_attention(*streams, attn_mask=mask)
+    query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+    attended = scaled_dot_product_attention(query, key, value, attn_mask=mask)
     output: Tensor = adapter.to_out(attended.transpose(1, 2).flatten(2).type_as(query))
     return output
 
@@ -88,10 +89,9 @@ class FaceTransformer(_transformer):  # type: ignore[misc]
         motion = self._encode_motion(face_pixel_values, motion_encode_batch_size)
         token_frames = torch.arange(frames, device=states.device).repeat_interleave(rows * columns)
         for number, block in enumerate(self.blocks):
-            args = (states, text, modulation.unflatten(1, (6, -1)), rotation)
-            if number % self.config.inject_face_latents_blocks == 0:
-                args = (*args, motion, token_frames, frames * rows * columns)
-            states = self._run_block(block, *args)
+            has_face = number % self.config.inject_face_latents_blocks == 0
+            face = (motion, token_frames, frames * rows * columns) if has_face else ()
+            states = self._run_block(block, states, text, modulation.unflatten(1, (6, -1)), rotation, *face)
         shift, scale = (self.scale_shift_table.to(time.device) + time.unsqueeze(1)).to(states.device).chunk(2, dim=1)
         states = (self.norm_out(states.float()) * (1 + scale) + shift).to(states.dtype)
         output = self.proj_out(states).unflatten(2, (*self.config.patch_size, -1)).unflatten(1, (frames, rows, columns))
@@ -107,8 +107,8 @@ class FaceTransformer(_transformer):  # type: ignore[misc]
         """Encode the frames of a face (B, 3, frames, side, side), some at a time, with zeros for the first latents."""
         frames = faces.transpose(1, 2).flatten(0, 1)
         parts = torch.split(frames, batch_size or self.config.motion_encoder_batch_size)
-        vectors = torch.cat([self.motion_encoder(part) for part in parts]).unflatten(0, (len(faces), -1))
-        motion = self.face_encoder(vectors)
+        vectors = torch.cat([self.motion_encoder(part) for part in parts])
+        motion = self.face_encoder(vectors.view(len(faces), -1, vectors.shape[-1]))
         return torch.cat([torch.zeros_like(motion[:, :1]), motion], dim=1)
 
 

@@ -224,18 +224,20 @@ def fold_face(pixels: Tensor) -> Tensor:
     """
     import torch
 
-    values = pixels.add(1).mul(127.5).round().clamp(0, 255).to(torch.uint8)
+    values: Any = pixels.add(1).mul(127.5).round().clamp(0, 255).to(torch.uint8)
     values = torch.cat([values[:, :, :1].expand(-1, -1, FRAME_STRIDE - 1, -1, -1), values], dim=2)
     count, channels, frames, side, _ = values.shape
     parts = (frames // FRAME_STRIDE, FRAME_STRIDE, *(side // FACE_FACTOR, FACE_FACTOR) * 2)
-    return values.reshape(count, channels, *parts).permute((0, 1, 3, 5, 7, 2, 4, 6)).flatten(1, 4)
+    folded: Tensor = values.reshape(count, channels, *parts).permute((0, 1, 3, 5, 7, 2, 4, 6)).flatten(1, 4)
+    return folded
 
 
 def unfold_face(latents: Tensor) -> Tensor:
     """Unfold what ``fold_face`` returns to pixels in -1..1."""
-    parts = latents.unflatten(1, (3, FRAME_STRIDE, FACE_FACTOR, FACE_FACTOR)).permute((0, 1, 5, 2, 6, 3, 7, 4))
-    pixels = parts.flatten(6, 7).flatten(4, 5).flatten(2, 3)
-    return pixels[:, :, FRAME_STRIDE - 1 :] / 127.5 - 1
+    values: Any = latents
+    parts = values.unflatten(1, (3, FRAME_STRIDE, FACE_FACTOR, FACE_FACTOR)).permute((0, 1, 5, 2, 6, 3, 7, 4))
+    pixels: Tensor = parts.flatten(6, 7).flatten(4, 5).flatten(2, 3)[:, :, FRAME_STRIDE - 1 :]
+    return pixels / 127.5 - 1
 
 
 def _fold_mask(mask: Tensor, latents: Tensor) -> Tensor:
@@ -243,10 +245,11 @@ def _fold_mask(mask: Tensor, latents: Tensor) -> Tensor:
     import torch
     from torch.nn.functional import interpolate
 
-    size = latents.shape[-2:]
-    resized = interpolate(mask.transpose(1, 2).flatten(0, 1), size=size, mode="nearest").unflatten(0, (len(mask), -1))
-    frames = torch.cat([resized[:, :1].expand(-1, FRAME_STRIDE - 1, -1, -1, -1), resized], dim=1)[:, :, 0]
-    return frames.unflatten(1, (-1, FRAME_STRIDE)).transpose(1, 2)
+    count, _, num_frames, height, width = latents.shape
+    resized = interpolate(mask.transpose(1, 2).flatten(0, 1), size=(height, width), mode="nearest")
+    frames = resized.view(count, -1, height, width)
+    frames = torch.cat([frames[:, :1].expand(-1, FRAME_STRIDE - 1, -1, -1), frames], dim=1)
+    return frames.view(count, num_frames, FRAME_STRIDE, height, width).transpose(1, 2)
 
 
 def choose_segment_frames(num_frames: int) -> int:
