@@ -188,7 +188,8 @@ class Kandinsky5Image(Family):
         return decode_vae_latents(pipe.vae, latents, applies_shift=False)
 
     def decode_sampled_latents(self, pipe: Any, latents: Tensor, height: int, width: int) -> Tensor:
-        return self.decode_latents(pipe, latents.squeeze(1).permute(0, 3, 1, 2))
+        # Reshaped as in the pipeline: with the same strides, the VAE computes the same to the bit.
+        return self.decode_latents(pipe, latents.permute(0, 4, 1, 2, 3).reshape(-1, latents.shape[-1], *latents.shape[2:4]))
 
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         states = noisy_latents.permute(0, 2, 3, 1).unsqueeze(1)
