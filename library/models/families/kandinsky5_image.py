@@ -189,7 +189,9 @@ class Kandinsky5Image(Family):
 
     def decode_sampled_latents(self, pipe: Any, latents: Tensor, height: int, width: int) -> Tensor:
         # Reshaped as in the pipeline: with the same strides, the VAE computes the same to the bit.
-        return self.decode_latents(pipe, latents.permute(0, 4, 1, 2, 3).reshape(-1, latents.shape[-1], *latents.shape[2:4]))
+        return self.decode_latents(
+            pipe, latents.permute(0, 4, 1, 2, 3).reshape(-1, latents.shape[-1], *latents.shape[2:4])
+        )
 
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         states = noisy_latents.permute(0, 2, 3, 1).unsqueeze(1)
