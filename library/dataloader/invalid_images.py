@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..atomic_files import write_atomic
 from ..dataset.clip_inspection import CLIP_TRAIT_DESCRIPTIONS
-from ..dataset.clip_windows import FrameRule
+from ..dataset.clip_windows import FrameRule, FrameSettings
 from ..dataset.image_inspection import TRAIT_DESCRIPTIONS, InspectedImage
 from ..dataset.image_ref import ImageRef
 from ..dataset.schema import DatasetConfig
@@ -148,13 +148,17 @@ def collect_clip_notices(
 def _find_short_windows(
     datasets: Sequence[DatasetConfig], clips: "Sequence[ClipSummary]", rule: FrameRule
 ) -> Iterator[DataNotice]:
-    """Find lengths of windows below the fewest frames of the model."""
+    """Find lengths of windows below the fewest frames of the model, and those that become single frames."""
     for dataset, subset in dict.fromkeys((clip.dataset_index, clip.subset_index) for clip in clips):
         settings = datasets[dataset].subsets[subset].frame_settings
         short = sorted({length for length in settings.target_frames if rule.round_down(length) < rule.least})
         if short and settings.frame_extraction != "full":
             text = f"target_frames {short} left out: the model is trained on at least {rule.least} frames"
             yield DataNotice(f"dataset {dataset + 1}: {text}")
+        single = sorted({length for length in settings.target_frames if length > 1 == rule.round_down(length)})
+        if single and rule.least == 1 and settings.frame_extraction != "full":
+            text = f"target_frames {single} trained as single frames: the model's shortest clip has"
+            yield DataNotice(f"dataset {dataset + 1}: {text} {rule.round_up(2)} frames")
 
 
 def _find_clips_without_windows(
@@ -176,6 +180,27 @@ def _find_clips_without_windows(
         yield from _build_notice(
             names, f"dataset {number + 1}: {{}} too short for any window, and not trained; {fix}", "clip"
         )
+
+
+def explain_lack_of_windows(
+    datasets: Sequence[DatasetConfig], clips: "Sequence[ClipSummary]", rule: FrameRule
+) -> tuple[str, str]:
+    """Say why none of the clips gives a window, and the fix; both are empty where it is not for their frames."""
+    clips = [clip for clip in clips if not datasets[clip.dataset_index].subsets[clip.subset_index].is_reg]
+    if not clips or any(clip.windows for clip in clips):
+        return "", ""
+    whole, shortest = FrameSettings(frame_extraction="full"), rule.least
+    longest = max(clip.frames.count_frames(whole, rule) for clip in clips)
+    settings = [datasets[clip.dataset_index].subsets[clip.subset_index].frame_settings for clip in clips]
+    if rule.least == 1:
+        shortest = min(length for each in settings for length in each.round_target_frames(rule) or (1,))
+    of_model = "of the model" if rule.least > 1 else "asked for"
+    text = f"{len(clips)} clip{'s' * (len(clips) != 1)} of at most {longest} frames at {rule.fps:g} per second"
+    text = f"{text}, and the shortest window {of_model} has {shortest}"
+    if longest >= shortest:
+        return text, f"set target_frames = [{rule.round_down(longest)}]"
+    longer = f"use clips of at least {shortest / rule.fps:.2g} s ({shortest} frames)"
+    return text, longer if rule.least > 1 else f"set a shorter target_frames, or {longer}"
 
 
 def _format_frames(clip: "ClipSummary") -> str:

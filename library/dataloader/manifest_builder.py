@@ -35,6 +35,7 @@ from .invalid_images import (
     collect_clip_notices,
     collect_notices,
     collect_sound_notices,
+    explain_lack_of_windows,
     format_problem_counts,
     is_summary_truncated,
     summarize_bad_data,
@@ -94,7 +95,7 @@ def build_manifest(
     for number in range(len(datasets)):
         samples, added = balance_regularization_images(samples, number)
         notes += added
-    if problems := list(_find_missing_samples(datasets, samples, split.validation_samples, frame_rule=frame_rule)):
+    if problems := list(_find_missing_samples(datasets, samples, split.validation_samples, built.clips, frame_rule)):
         told = [Problem("", notice.text) for notice in clip_notices]  # such as which clips are too short
         raise FileError([*summarize_bad_data(bad), *told, *problems])
     return Manifest(
@@ -134,13 +135,17 @@ def _find_missing_samples(
     datasets: Sequence[DatasetConfig],
     samples: Sequence[Sample],
     validation_samples: Sequence[Sample],
-    *,
+    clips: Sequence[ClipSummary],
     frame_rule: FrameRule | None,
 ) -> Iterator[Problem]:
     """Yield a problem if nothing is left to train on, or nothing has the mask or the sound that it should have."""
     if all(sample.is_reg for sample in samples):
-        reason = "validation_split takes all of them" if validation_samples else ""
-        yield Problem("", "no images left to train on", reason)
+        reason, fix = explain_lack_of_windows(datasets, clips, frame_rule or DEFAULT_FRAME_RULE)
+        if reason:
+            yield Problem("", f"no images left to train on: {reason}", fix)
+        else:
+            fix = "validation_split takes all of them" if validation_samples else ""
+            yield Problem("", "no images left to train on", fix)
     else:
         masks = [sample.mask for sample in (*samples, *validation_samples)]
         yield from find_subsets_without_masks(datasets, masks)

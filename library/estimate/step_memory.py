@@ -139,7 +139,8 @@ class StepRecorder:
         self._forward.append(self._meter.read_and_reset())
 
     def watch(self, block_index: int, activations: Activations) -> None:
-        """Record when backward reaches the activations that enter a block."""
+        """Record when backward reaches the activations that enter a block; a stream of sound may be ``None``."""
+        activations = tuple(tensor for tensor in activations if tensor is not None)
         self._flows.append(sum(tensor.nbytes for tensor in activations))
         self._block = block_index
         for tensor in activations:

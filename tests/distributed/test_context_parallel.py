@@ -47,6 +47,13 @@ TRANSFORMERS = ("sd3", "flux", "z_image", "qwen_image")
             "anima", "CP 2", "no", (*UNET, "--network_dropout", "0.3", "--gradient_checkpointing"), marks=LONG
         ),
         pytest.param("ovis_image", "CP 2", "no", UNET, marks=LONG),
+        pytest.param(
+            "kandinsky5_image",
+            "CP 2",
+            "no",
+            (*UNET, "--network_dropout", "0.3", "--gradient_checkpointing"),
+            marks=LONG,
+        ),
         pytest.param("kandinsky6_video", "CP 2", "no", (*UNET, "--network_dropout", "0.3"), marks=LONG),
         pytest.param("pixart_sigma", "CP 2", "no", (*UNET, "--network_dropout", "0.3"), marks=LONG),
         pytest.param("hunyuan_image", "CP 2", "no", (*UNET, "--network_dropout", "0.3"), marks=LONG),

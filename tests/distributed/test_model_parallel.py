@@ -70,8 +70,7 @@ MODULATION = ("--network_module=networks.lora_qwen_image", "--network_args=train
         pytest.param("kolors", "TP 2 x PP 2", "no", ("--network_train_unet_only",), marks=LONG),
         pytest.param("bria", "FSDP 2 x 2", "no", ("--network_train_unet_only",), marks=LONG),
         pytest.param("hidream", "FSDP 2 x TP 2", "no", ("--network_train_unet_only",), marks=LONG),
-        # In float32, rotary positions that the model rounds to bf16 make rounding errors grow.
-        pytest.param("kandinsky5_image", "FSDP 2 x 2", "bf16", ("--network_train_unet_only",), marks=LONG),
+        pytest.param("kandinsky5_image", "FSDP 2 x TP 2", "no", ("--network_train_unet_only",), marks=LONG),
         pytest.param("kandinsky6_video", "TP 2", "no", ("--network_train_unet_only",), marks=LONG),
         pytest.param("krea2", "TP 2", "no", ("--network_train_unet_only", "--learning_rate=0.02"), marks=LONG),
         pytest.param("sd3", "PP 2, gpipe", "bf16", (), marks=LONG),

@@ -238,6 +238,9 @@ SPLIT = [
     ("ltx_video095", "--cp_size 2"),
     ("ltx_video095", "--fsdp --image_to_video"),
     ("wan22_ti2v", "--cp_size 2 --image_to_video"),
+    ("kandinsky5_i2v", "--fsdp"),
+    ("kandinsky5_i2v", "--cp_size 2"),
+    ("kandinsky5_video", "--tp_size 2"),
     ("ltx2", "--pp_size 2"),
     ("ltx2", "--cp_size 2 --image_to_video"),
 ]

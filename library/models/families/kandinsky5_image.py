@@ -99,11 +99,12 @@ FACTS = FamilyFacts(
         # The few blocks before them pass on another stream, that of the text.
         lists=("visual_transformer_blocks",),
         activation_args=("visual_embed",),
+        token_args={"rope": ((1, ("visual_embed",)),)},
+        text_attention_calls=(1,),
+        text_attention_layers=("cross_attention.to_key", "cross_attention.to_value"),
         unsupported_strategies={
-            "tp": "the attention of Kandinsky 5 counts its heads in a place of its own",
             "pp": "the blocks of text and image in Kandinsky 5 pass on different streams",
             "preservation": "Kandinsky 5 keeps the mask of one text for its blocks, and they are computed again later",
-            "cp": "the cross-attention of Kandinsky 5 has a mask for the padding of the text",
         },
         attention_modes=(),
     ),
@@ -132,9 +133,10 @@ class Kandinsky5Image(Family):
         denoiser.__class__ = transformer
         denoiser.time_embeddings.__class__ = time_embeddings
         for block in denoiser.text_transformer_blocks:
-            block.self_attention.set_processor(processor())
+            block.self_attention.set_processor(processor(attends_to_text=True))
         for block in denoiser.visual_transformer_blocks:
-            block.cross_attention.set_processor(processor())
+            block.self_attention.set_processor(processor())
+            block.cross_attention.set_processor(processor(attends_to_text=True))
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         return BaseModelInfo("kandinsky5_image", "kandinsky-5-image")
@@ -186,7 +188,10 @@ class Kandinsky5Image(Family):
         return decode_vae_latents(pipe.vae, latents, applies_shift=False)
 
     def decode_sampled_latents(self, pipe: Any, latents: Tensor, height: int, width: int) -> Tensor:
-        return self.decode_latents(pipe, latents.squeeze(1).permute(0, 3, 1, 2))
+        # Reshaped as in the pipeline: with the same strides, the VAE computes the same to the bit.
+        return self.decode_latents(
+            pipe, latents.permute(0, 4, 1, 2, 3).reshape(-1, latents.shape[-1], *latents.shape[2:4])
+        )
 
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         states = noisy_latents.permute(0, 2, 3, 1).unsqueeze(1)
@@ -252,7 +257,11 @@ def _build_pipeline_class() -> Any:
 
 
 def _build_attention_processor() -> Any:
-    """diffusers' attention of Kandinsky 5, which can have a mask for the padding of the text."""
+    """diffusers' attention of Kandinsky 5, which can have a mask for the padding of the text.
+
+    Rotated queries and keys keep their precision. diffusers rounds them to bfloat16, also in float32: an error of the
+    last bit before it grows to one of bfloat16, so that ways to distribute one training would differ.
+    """
     from diffusers.models.attention_dispatch import dispatch_attention_fn
     from diffusers.models.transformers.transformer_kandinsky import Kandinsky5AttnProcessor
 
@@ -260,6 +269,10 @@ def _build_attention_processor() -> Any:
 
     class TextMaskProcessor(attention_processor):  # type: ignore[misc]
         text_mask: Tensor | None = None
+
+        def __init__(self, *, attends_to_text: bool = False) -> None:
+            super().__init__()
+            self.attends_to_text = attends_to_text
 
         def __call__(
             self,
@@ -269,7 +282,7 @@ def _build_attention_processor() -> Any:
             rotary_emb: Tensor | None = None,
             sparse_params: Any = None,
         ) -> Any:
-            if self.text_mask is None:
+            if sparse_params is not None:
                 return super().__call__(attn, hidden_states, encoder_hidden_states, rotary_emb, sparse_params)
             text = hidden_states if encoder_hidden_states is None else encoder_hidden_states
             layers = ((attn.to_query, hidden_states), (attn.to_key, text), (attn.to_value, text))
@@ -307,7 +320,8 @@ def _build_transformer_classes() -> tuple[Any, Any, Any]:
         def forward(self, *args: Any, text_mask: Tensor | None = None, **kwargs: Any) -> Any:
             # It stays until the next call: gradient checkpointing computes the blocks again after this one.
             for module in self.modules():
-                if isinstance(processor := getattr(module, "processor", None), processor_class):
+                processor = getattr(module, "processor", None)
+                if isinstance(processor, processor_class) and processor.attends_to_text:
                     processor.text_mask = text_mask
             return super().forward(*args, **kwargs)
 
@@ -329,7 +343,6 @@ def _build_transformer_classes() -> tuple[Any, Any, Any]:
 
 
 def _rotate(tokens: Tensor, rotations: Tensor) -> Tensor:
-    """Apply rotary positions, rounded to bfloat16 as in diffusers."""
+    """Apply rotary positions in float32 and return them in the dtype of the tokens."""
     pairs = tokens.float().view(*tokens.shape[:-1], -1, 1, 2)
-    rotated: Tensor = (rotations * pairs).sum(-1).flatten(-2)
-    return rotated.bfloat16().type_as(tokens)
+    return (rotations * pairs).sum(-1).flatten(-2).type_as(tokens)

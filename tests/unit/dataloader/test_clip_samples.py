@@ -295,6 +295,18 @@ def test_windows_below_those_of_a_model_are_named(tmp_path):
     with pytest.raises(ConfigError, match="no images left to train on") as caught:
         prepare(tmp_path, f"{text}[1, 4]\n", rule)
     assert left_out in str(caught.value) and "shorter" not in str(caught.value)
+    reason = "no images left to train on: 1 clip of at most 24 frames at 16 per second, and the shortest window of the"
+    assert f"{reason} model has 5; set target_frames = [21]" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"model has 37; use clips of at least 2.3 s \(37 frames\)"):
+        prepare(tmp_path, f"{text}[1, 4]\n", replace(RULE, stride=36, least=37))
+
+
+def test_windows_that_become_single_frames_are_named(tmp_path):
+    save_clip(tmp_path, "a.mp4", 24)
+    text, rule = f"{HEAD}{CLIPS}target_frames = ", replace(RULE, stride=17, shortest=22)
+    told = "target_frames [21] trained as single frames: the model's shortest clip has 22 frames"
+    assert told in "\n".join(prepare(tmp_path, f"{text}[1, 21, 22]\n", rule).manifest.notes)
+    assert "single frames" not in "\n".join(prepare(tmp_path, f"{text}[1, 22]\n", rule).manifest.notes)
 
 
 def test_clips_that_cannot_be_used_are_named_before_training(tmp_path):
@@ -317,6 +329,7 @@ def test_clips_that_cannot_be_used_are_named_before_training(tmp_path):
     with pytest.raises(ConfigError, match=r"no images left to train on") as caught:
         prepare(tmp_path, text.replace("[9]", "[81]"), on_invalid_images="skip")
     assert "too short for any window" in str(caught.value)
+    assert "window asked for has 81; set a shorter target_frames, or use clips of at least 5.1 s" in str(caught.value)
 
 
 def test_what_clips_do_not_support_is_named(tmp_path):

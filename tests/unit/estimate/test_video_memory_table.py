@@ -57,8 +57,9 @@ def test_a_cell_names_the_options_by_few_words():
 
 
 @pytest.mark.slow
-def test_a_cell_has_what_the_search_advises():
-    search, clip = build_search("random:wan:tiny")
+@pytest.mark.parametrize("name", ["wan", "kandinsky6_video"])  # whose blocks get a second stream only with sound
+def test_a_cell_has_what_the_search_advises(name):
+    search, clip = build_search(f"random:{name}:tiny")
     assert clip == (832, 480, 49)
     assert format_advice(search.advise(80 * GB)).startswith("nothing: ")
     assert format_advice(search.advise(1)) == "does not fit"

@@ -12,6 +12,7 @@ from family_cases import build_case
 
 from library.errors import FileError
 from library.models.detect import detect_model
+from library.models.families.kandinsky5_image import _rotate
 from library.models.model_configs import load_bundled_config
 
 __all__ = ["build_case"]  # a fixture
@@ -31,12 +32,33 @@ def test_a_mask_of_no_padding_changes_nothing_and_padding_would(build_case):
     seen = family.predict(tiny.pipe, tiny.pipe.transformer, tiny.batch.latents, t, unmasked)
     assert not torch.allclose(seen, whole, rtol=1e-2, atol=1e-3)
 
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["kandinsky5_image", "kandinsky5_i2v"])
+@torch.no_grad()
+def test_the_attention_is_that_of_diffusers_in_bf16_and_keeps_its_precision_in_float32(build_case, name):
+    family, tiny = build_case(name)
+    t, differences = torch.tensor([700.0, 250.0]), dict[torch.dtype, float]()
     theirs = copy.deepcopy(tiny.pipe)
     for module in theirs.transformer.modules():
         if hasattr(module, "set_processor"):
             module.set_processor(Kandinsky5AttnProcessor())
-    reference = family.predict(theirs, theirs.transformer, tiny.batch.latents, t, tiny.batch)
-    assert torch.equal(reference, whole)
+    for dtype in (torch.bfloat16, torch.float32):
+        with torch.autocast("cpu", dtype, enabled=dtype is torch.bfloat16):
+            ours, reference = (
+                family.predict(pipe, pipe.transformer, tiny.batch.latents, t, tiny.batch)
+                for pipe in (tiny.pipe, theirs)
+            )
+        differences[dtype] = float((ours - reference).abs().max() / reference.abs().max())
+    assert differences[torch.bfloat16] == 0.0
+    assert 0.0 < differences[torch.float32] < 1e-2  # where theirs are rounded to bf16
+
+    positions, tokens = tiny.pipe.transformer.text_rope_embeddings, torch.randn(1, 5, 2, 16)
+    turned = (
+        torch.view_as_complex(tokens.double().unflatten(-1, (8, 2))) * (1j * positions.args[:5, None].double()).exp()
+    )
+    rotated = _rotate(tokens, positions(torch.arange(5)).unsqueeze(0))
+    torch.testing.assert_close(rotated, torch.view_as_real(turned).flatten(-2).float(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
