@@ -141,7 +141,8 @@ class LatentEncoder:
                 tensors[SOUND_TENSOR] = self._encode_sound(pipe, sound, sample.num_frames).to(dtype).cpu()
             if mask is not None:
                 tensors[MASK_TENSOR] = self._resize_mask(mask, (value.shape[-2], value.shape[-1]))
-            encoded = self._encode_controls(pipe, controls, image, sample.key)
+            num_references = sum(control.is_reference for control in sample.controls)
+            encoded = self._encode_controls(pipe, controls, image, sample.key, num_references=num_references)
             if encoded is None:
                 self.failures[index] = _report_overflow(sample.controls[0].image)
                 continue
@@ -151,7 +152,7 @@ class LatentEncoder:
         return entries
 
     def _encode_controls(
-        self, pipe: Any, controls: Sequence[Pixels], image: Pixels, name: str
+        self, pipe: Any, controls: Sequence[Pixels], image: Pixels, name: str, *, num_references: int
     ) -> tuple[Tensor, ...] | None:
         """Encode the control images of a picture; None if the VAE fails."""
         if not controls:
@@ -161,7 +162,8 @@ class LatentEncoder:
         def encode() -> tuple[Tensor, ...]:
             own, *others = (normalize_pixels(pixels.to(self.encoders.strategy.device)) for pixels in every)
             with torch.no_grad(), torch.autocast(own.device.type, enabled=False):
-                return tuple(each[0] for each in self.encoders.family.encode_controls(pipe, others, own))
+                latents = self.encoders.family.encode_all_controls(pipe, others, own, num_references)
+                return tuple(each[0] for each in latents)
 
         latents = encode()
         return latents if _are_finite(latents) else self._repeat_in_float32(pipe, encode, name)

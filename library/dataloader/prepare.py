@@ -306,7 +306,9 @@ def _check_control_counts(manifest: Manifest, limits: ControlLimits) -> None:
         raise ConfigError([limits.rejection])
     found: defaultdict[Problem, list[str]] = defaultdict(list)
     for sample in manifest.samples:
-        if text := limits.describe_problem(len(sample.controls)):
+        num_references = sum(control.is_reference for control in sample.controls)
+        text = limits.describe_problem(len(sample.controls) - num_references)
+        if text := text or limits.describe_reference_problem(num_references):
             subset = manifest.datasets[sample.dataset_index].subsets[sample.subset_index]
             found[subset.report(subset.control_key or subset.source_key, text)].append(sample.image.name)
     if found:
@@ -353,7 +355,9 @@ def _build_buckets(manifest: Manifest, assignments: Sequence[BucketAssignment]) 
     for index, (sample, assignment) in enumerate(zip(manifest.samples, assignments, strict=True)):
         members[build_bucket_key(sample, assignment, manifest.datasets[sample.dataset_index])].append(index)
     buckets = []
-    for (dataset_index, resolution, num_frames, has_sound, controls), indices in sorted(members.items()):
+    for (dataset_index, resolution, num_frames, has_sound, controls, num_references), indices in sorted(
+        members.items()
+    ):
         dataset = manifest.datasets[dataset_index]
         repeats = array("d", [manifest.samples[index].repeats for index in indices])
         number = dataset.dataset_index_in_file
@@ -365,6 +369,7 @@ def _build_buckets(manifest: Manifest, assignments: Sequence[BucketAssignment]) 
                 batch_size=dataset.batch_size,
                 dataset_index_in_file=number,
                 control_resolutions=controls,
+                num_references=num_references,
                 num_frames=num_frames,
                 has_sound=has_sound,
             )

@@ -143,6 +143,8 @@ def build_control_limits(model: DetectedModel, cache: CacheConfig | None = None)
         *(*control.num_images, facts.title, ", ".join(titles), control.are_masks),
         are_clips=are_clips,
         are_layers=control.are_layers,
+        most_references=control.most_references,
+        reference_models=", ".join(each.title for each in others if each.control.most_references),
         rejection=report_text_images(facts) if is_rejected else None,
     )
 

@@ -311,6 +311,8 @@ class ControlFacts:
 
     num_images: tuple[int, int] = (0, 0)
     """The fewest and the most control images of a picture."""
+    most_references: int = 0
+    """The most reference images beside the control clips of a clip, which show something that appears in it."""
     have_picture_size: bool = False
     """Whether control images are as large as their picture, such as those in channels of the input."""
     are_masks: bool = False

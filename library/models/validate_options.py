@@ -274,19 +274,24 @@ def validate_prompts(prompts: Sequence[Prompt], model: DetectedModel) -> Iterato
 def _validate_prompt(prompt: Prompt, model: DetectedModel) -> Iterator[Problem]:
     facts = get_family_facts(model.family)
     title = facts.title
-    takes_clips = facts.pipeline.frames is not None and not prompt.control_images
+    limits, has_references = build_control_limits(model), facts.control.most_references > 0
+    references = prompt.control_images if has_references else ()
+    num_controls = len(prompt.control_clips) + (0 if has_references else len(prompt.control_images))
+    takes_clips = facts.pipeline.frames is not None and (has_references or not prompt.control_images)
     key = "control_video_path" if takes_clips else "control_image_path"
     if prompt.control_clips and facts.pipeline.frames is None:
         text = f"{title} takes no control clips; control images of editing models are set with --ci"
         yield prompt.report("control_video_path", text, "leave it out")
-    elif prompt.control_clips and prompt.control_images:
+    elif problem := limits.describe_reference_problem(len(references)):
+        yield prompt.report("control_image_path", problem)
+    elif references and not num_controls:
+        pass  # a grey clip is the control
+    elif prompt.control_clips and prompt.control_images and not has_references:
         text = "which of them is the mask is unknown: control images and control clips are both set"
         yield prompt.report("control_video_path", text, "give both as clips; a folder with one image is one")
     elif facts.control.are_layers and len(prompt.control_images) != 1:
         yield prompt.report(key, f"{title} makes the layers of one image, not {len(prompt.control_images)}", "use --ci")
-    elif not facts.control.are_layers and (
-        problem := build_control_limits(model).describe_problem(len(prompt.control_images) + len(prompt.control_clips))
-    ):
+    elif not facts.control.are_layers and (problem := limits.describe_problem(num_controls)):
         yield prompt.report(key, problem)
     elif prompt.control_from_image and (reason := _describe_wrong_condition(prompt.control_from_image, facts)):
         yield prompt.report("control_from_image", *reason)

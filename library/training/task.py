@@ -281,7 +281,8 @@ class DiffusionTask:
         size = tuple(pixel_batch.size_conditioning[0, -2:].tolist())
         controls = [each.shape[-2:] for each in pixel_batch.control_pixels or pixel_batch.control_latents]
         frames = pixel_batch.frame_shape, pixel_batch.sound is None
-        return len(pixel_batch), size, frames, tuple(controls), pixel_batch.mask is None, text
+        shapes = tuple(controls), pixel_batch.num_references
+        return len(pixel_batch), size, frames, shapes, pixel_batch.mask is None, text
 
     def _compute_text_length(self, pixel_batch: PixelBatch) -> int:
         """Compute the padded length of the longest text, without encoding it."""
@@ -361,7 +362,8 @@ class DiffusionTask:
         with torch.autocast(self.to_device.device.type, enabled=False):  # the VAE overflows in half precision
             for part in zip(*(torch.split(each, self.vae_batch_size) for each in every), strict=True):
                 pixels, *controls = (normalize_pixels(self.to_device(each)) for each in part)
-                encoded.append(self.family.encode_controls(self.pipe, controls, pixels))
+                count = pixel_batch.num_references
+                encoded.append(self.family.encode_all_controls(self.pipe, controls, pixels, count))
         return tuple(map(torch.cat, zip(*encoded, strict=True)))
 
     def encode_moments(self, pixels: Tensor | None) -> Moments:
