@@ -71,9 +71,8 @@ def build_validation_batches(
     for index, sample in enumerate(manifest.samples):
         members[build_bucket_key(sample, assignments[index], manifest.datasets[sample.dataset_index])].append(index)
     buckets, batches = [], []
-    for number, ((dataset_index, size, num_frames, has_sound, controls, num_references), samples) in enumerate(
-        sorted(members.items())
-    ):
+    for number, (key, samples) in enumerate(sorted(members.items())):
+        dataset_index, size, num_frames, has_sound, controls, num_references = key
         batch_size = manifest.datasets[dataset_index].batch_size
         buckets.append(
             Bucket(

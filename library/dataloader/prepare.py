@@ -355,9 +355,8 @@ def _build_buckets(manifest: Manifest, assignments: Sequence[BucketAssignment]) 
     for index, (sample, assignment) in enumerate(zip(manifest.samples, assignments, strict=True)):
         members[build_bucket_key(sample, assignment, manifest.datasets[sample.dataset_index])].append(index)
     buckets = []
-    for (dataset_index, resolution, num_frames, has_sound, controls, num_references), indices in sorted(
-        members.items()
-    ):
+    for key, indices in sorted(members.items()):
+        dataset_index, resolution, num_frames, has_sound, controls, num_references = key
         dataset = manifest.datasets[dataset_index]
         repeats = array("d", [manifest.samples[index].repeats for index in indices])
         number = dataset.dataset_index_in_file

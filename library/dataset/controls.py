@@ -90,7 +90,8 @@ class ControlLimits:
         if count <= self.most_references:
             return None
         if not self.most_references:
-            return f"{self.title} takes no reference images beside control clips; {self.reference_models} does, and a folder with one image is a clip"
+            way = f"{self.reference_models} does; a folder with one image is a control clip"
+            return f"{self.title} takes no reference images beside control clips; {way}"
         return f"{self.title} takes at most {format_count(self.most_references, 'reference image')}, not {count}"
 
     def describe_problem(self, count: int) -> str | None:

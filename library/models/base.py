@@ -232,7 +232,7 @@ class Family(ABC):
         return tuple(self.encode_control(pipe, control, pixels) for control in controls)
 
     def encode_references(self, pipe: Any, references: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Encode reference images of clips, each (B, 3, 1, height, width) to one tensor of ``Batch.control_latents``."""
+        """Encode reference images of clips (B, 3, 1, height, width), each to a tensor of ``Batch.control_latents``."""
         return tuple(self.encode_moments(pipe, image).mean_and_std[:, 0] for image in references)
 
     def encode_all_controls(
