@@ -449,18 +449,23 @@ def _inspect_files(
     clip_rule: FrameRule | None,
 ) -> tuple[Mapping[ImageRef, InspectedImage], Sequence[str]]:
     """Inspect control images, or control clips and the reference images beside them."""
-    found, notes = dict[ImageRef, InspectedImage](), list[str]()
-    kinds = {False: build_clip_inspector, True: build_image_inspector}
-    for is_image, build_inspector in kinds.items():
-        chosen = {
-            folder: {file: None for file in files if (clip_rule is None or is_reference_image(file)) == is_image}
+
+    def select(*, are_images: bool) -> dict[Path, dict[ImageRef, None]]:
+        selected = {
+            folder: {file: None for file in files if (clip_rule is None or is_reference_image(file)) == are_images}
             for folder, files in by_folder.items()
         }
-        chosen = {folder: files for folder, files in chosen.items() if files}
-        if chosen:
-            scan = scan_images(build_inspector(), chosen, get_cache_dir)
-            found |= scan.images
-            notes += scan.notes
+        return {folder: files for folder, files in selected.items() if files}
+
+    found, notes = dict[ImageRef, InspectedImage](), list[str]()
+    if clips := select(are_images=False):
+        scanned = scan_images(build_clip_inspector(), clips, get_cache_dir)
+        found |= scanned.images
+        notes += scanned.notes
+    if images := select(are_images=True):
+        scan = scan_images(build_image_inspector(), images, get_cache_dir)
+        found |= scan.images
+        notes += scan.notes
     return found, notes
 
 
