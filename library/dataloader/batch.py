@@ -128,12 +128,9 @@ class PixelBatch:
         if black is None:
             raise AssertionError("a batch has pixels or moments")
         factor = 1 if self.moments is None else old_sides[0] // black.shape[-2]
-        channels = [each.shape[1] for each in self.control_latents] or [black.shape[1]] * len(control_sizes)
-        axes = [*[frames] * (len(control_sizes) - num_references), *[(1,)] * num_references]
-        controls = tuple(
-            black.new_zeros(batch_size, count, *axis, high // factor, wide // factor)
-            for axis, count, (wide, high) in zip(axes, channels, control_sizes, strict=True)
-        )
+        sizes = [(high // factor, wide // factor) for wide, high in control_sizes]
+        axes = [*[frames] * (len(sizes) - num_references), *[(1,)] * num_references]
+        controls = self._build_dummy_controls(black, batch_size, axes, sizes)
         cond = None if self.cond is None else {name: _select_rows(value, rows) for name, value in self.cond.items()}
         frame_cond = None
         if self.frame_cond is not None and moments is not None:
@@ -154,6 +151,16 @@ class PixelBatch:
             frame_cond=frame_cond,
             sound=None if frame_rule is None else _build_silence(frame_rule, batch_size, num_frames),
             network_multiplier=self.network_multiplier,
+        )
+
+    def _build_dummy_controls(
+        self, black: Tensor, batch_size: int, axes: Sequence[tuple[int, ...]], sizes: Sequence[tuple[int, int]]
+    ) -> tuple[Tensor, ...]:
+        """Build black control images, or zeros for their latents; ``axes`` are the frames of each, if it has some."""
+        channels = [each.shape[1] for each in self.control_latents] or [black.shape[1]] * len(sizes)
+        return tuple(
+            black.new_zeros(batch_size, count, *axis, *size)
+            for axis, count, size in zip(axes, channels, sizes, strict=True)
         )
 
     def crop_first_image(self, max_size: int, frame_rule: FrameRule | None = None) -> "PixelBatch":
