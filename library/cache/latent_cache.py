@@ -146,6 +146,8 @@ class LatentEncoder:
             if encoded is None:
                 self.failures[index] = _report_overflow(sample.controls[0].image)
                 continue
+            for name, value in self._encode_control_cond(pipe, controls).items():
+                tensors[FRAME_COND_TENSOR.format(name)] = value.to(dtype).cpu()
             for number, latents in enumerate(encoded):
                 tensors[CONTROL_TENSOR.format(number)] = latents.to(dtype).cpu()
             entries.append(EncodedEntry(index, tensors, sample.key))
@@ -167,6 +169,17 @@ class LatentEncoder:
 
         latents = encode()
         return latents if _are_finite(latents) else self._repeat_in_float32(pipe, encode, name)
+
+    def _encode_control_cond(self, pipe: Any, controls: Sequence[Pixels]) -> dict[str, Tensor]:
+        """Encode what else the denoiser gets of the control images of a picture."""
+        device = self.encoders.strategy.device
+        rows = [torch.from_numpy(np.ascontiguousarray(move_channels_first(each)))[None] for each in controls]
+        if not rows:
+            return {}
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            pixels = [normalize_pixels(each.to(device)) for each in rows]
+            found = self.encoders.family.encode_control_cond(pipe, pixels)
+        return {name: value[0] for name, value in found.items()}
 
     def _encode_moments(self, pipe: Any, pixels: Tensor) -> Tensor:
         values = normalize_pixels(pixels.to(self.encoders.strategy.device))

@@ -283,6 +283,19 @@ class ModelConfig:
         needs=(OfModel(),),
         changes_text_outputs=False,
     )
+    one_frame: bool = define_option(
+        False,
+        "FramePack makes single pictures from control images, as frames of one section; positions: one_frame_settings",
+        needs=(OfModel(),),
+        changes_text_outputs=False,
+    )
+    one_frame_settings: str = define_option(
+        "",
+        "positions of the picture and of its control images in latent frames, as musubi-tuner's one_frame_inference: "
+        "no_post,no_2x,no_4x,target_index=1,control_index=0;10; previews have them as well, unless --of sets others",
+        needs=(OfModel(), IsSet("one_frame", "pictures are not trained as one frame")),
+        changes_text_outputs=False,
+    )
     latent_window_size: int = define_option(
         9, "latent frames of a section of FramePack", minimum=1, needs=(OfModel(),), changes_text_outputs=False
     )

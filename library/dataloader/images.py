@@ -228,11 +228,12 @@ def fit_on_white(image: "Image", assignment: BucketAssignment, interpolation: st
     return pixels
 
 
-def load_preview_controls(prompt: "Prompt", *, are_masks: bool = False) -> "list[Image]":
+def load_preview_controls(prompt: "Prompt", *, are_masks: bool = False, have_alpha: bool = False) -> "list[Image]":
     """Load the control images of a preview, or what is made of them, drawn by the seed of the prompt."""
     from PIL import Image
 
     load = load_inpainting_mask if are_masks and prompt.control_from_image is None else load_rgb_image
+    load = load_rgba_image if have_alpha else load
     images = [load(path) for path in prompt.control_images]
     if prompt.control_from_image is None:
         return images
@@ -272,7 +273,7 @@ def load_control_clips(
     length = prompt.num_frames or 1
     images = [] if has_references else [[load_rgb_image(path)] * length for path in prompt.control_images]
     clips = [_read_preview_clip(path, rule, length) for path in prompt.control_clips]
-    return [[_fit_frame(frame, size) for frame in frames] for frames in (*images, *clips)]
+    return [[fit_frame(frame, size) for frame in frames] for frames in (*images, *clips)]
 
 
 def _read_preview_clip(path: Path, rule: FrameRule, length: int) -> "list[Image]":
@@ -281,7 +282,7 @@ def _read_preview_clip(path: Path, rule: FrameRule, length: int) -> "list[Image]
     return list(read_clip_frames(image, clip, 0, length))
 
 
-def _fit_frame(image: "Image", size: tuple[int, int]) -> "Image":
+def fit_frame(image: "Image", size: tuple[int, int]) -> "Image":
     """Resize a frame to cover the size, as in training, and crop its center."""
     from PIL import Image
 

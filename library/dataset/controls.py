@@ -74,6 +74,8 @@ class ControlLimits:
     editing_models: str
     """The models that take control images."""
     are_masks: bool = False
+    have_alpha: bool = False
+    """Whether the alpha channel of control images is read."""
     are_clips: bool = False
     """Whether the model makes videos, whose controls are clips."""
     are_layers: bool = False

@@ -231,6 +231,10 @@ class Family(ABC):
         """Encode all control images of a picture, each to one tensor; by default, each by itself."""
         return tuple(self.encode_control(pipe, control, pixels) for control in controls)
 
+    def encode_control_cond(self, pipe: Any, controls: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Encode what else the denoiser gets of control images, in one row per sample; part of ``Batch.frame_cond``."""
+        return {}
+
     def encode_references(self, pipe: Any, references: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Encode reference images of clips (B, 3, 1, height, width), each to a tensor of ``Batch.control_latents``."""
         return tuple(self.encode_moments(pipe, image).mean_and_std[:, 0] for image in references)
@@ -369,7 +373,8 @@ class Family(ABC):
                 clips = clips or [build_grey_clip(prompt, size)]
             kwargs |= self.build_control_clip_kwargs(pipe, clips)
         else:
-            kwargs |= self.build_control_kwargs(pipe, load_preview_controls(prompt))
+            images = load_preview_controls(prompt, have_alpha=self.facts.control.have_alpha)
+            kwargs |= self.build_control_kwargs(pipe, images)
         return kwargs | self.build_frame_image_kwargs(pipe, *load_frame_images(prompt))
 
     def decode_sampled_sound(self, pipe: Any, output: Any) -> SoundTrack | None:

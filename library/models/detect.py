@@ -13,6 +13,7 @@ from ..config.schema import ModelConfig
 from ..config.schema_data import CacheConfig
 from ..dataset.clip_windows import FrameRule
 from ..dataset.controls import ControlLimits
+from ..dataset.one_frame import OneFrame, parse_one_frame
 from ..demo import BUILT_IN_MODEL_DIR
 from ..errors import ConfigError, FileError
 from ..name_suggestions import suggest_name
@@ -32,7 +33,14 @@ from .checkpoint_inspection import (
     resolve_denoiser_source,
 )
 from .facts import FamilyFacts, FamilyMatch
-from .families import CONTROL_FAMILIES, EXPERT_FAMILIES, FAMILY_FACTS, IMAGE_TO_VIDEO_FAMILIES, SOUND_FAMILIES
+from .families import (
+    CONTROL_FAMILIES,
+    EXPERT_FAMILIES,
+    FAMILY_FACTS,
+    IMAGE_TO_VIDEO_FAMILIES,
+    ONE_FRAME_FAMILIES,
+    SOUND_FAMILIES,
+)
 from .model_configs import (
     ConfigReader,
     ModelError,
@@ -92,6 +100,8 @@ class DetectedModel:
     """The longest side of an image that the denoiser has positions for; None: any."""
     frame_rule: FrameRule | None = None
     """What the model asks of the frames of clips; None: it makes images."""
+    one_frame: OneFrame | None = None
+    """The positions of one-frame training."""
     stored_formats: tuple[str, ...] = ()
     """The formats in which its files have weights of the denoiser quantized: ``fp8``, ``nf4``, ``Q4_K`` ..."""
 
@@ -139,8 +149,11 @@ def build_control_limits(model: DetectedModel, cache: CacheConfig | None = None)
     titles = [each.title for each in others if each.control.num_images[1]]
     titles += [] if are_clips else [f"{FAMILY_FACTS[name].title} with --control" for name in CONTROL_FAMILIES]
     control = facts.control
+    num_given = None if model.one_frame is None else len(model.one_frame.control_index)
     return ControlLimits(
-        *(*control.num_images, facts.title, ", ".join(titles), control.are_masks),
+        *(control.num_images if num_given is None else (num_given, num_given)),
+        *(facts.title, ", ".join(titles), control.are_masks),
+        have_alpha=control.have_alpha,
         are_clips=are_clips,
         are_layers=control.are_layers,
         most_references=control.most_references,
@@ -397,6 +410,8 @@ def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> Detect
     detected = _select_expert(detected, model_config.noise_experts)
     if model_config.image_to_video:
         detected = replace(detected, family=IMAGE_TO_VIDEO_FAMILIES.get(detected.family, detected.family))
+    if model_config.one_frame:
+        detected = replace(detected, family=ONE_FRAME_FAMILIES.get(detected.family, detected.family))
     if model_config.train_audio:
         detected = replace(detected, family=SOUND_FAMILIES.get(detected.family, detected.family))
     facts, problems, read = get_family_facts(detected.family), list[Problem](), get_config_reader(detected)
@@ -447,6 +462,7 @@ def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> Detect
         component_sources={**separate, **sources},
         stored_formats=stored,
         frame_rule=facts.get_frame_rule(model_config),
+        one_frame=parse_one_frame(model_config.one_frame_settings) if facts.sampling.reads_one_frame else None,
     )
 
 

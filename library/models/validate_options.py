@@ -33,6 +33,8 @@ from ..dataloader.sample_prompts import Prompt, load_preview_prompts
 from ..dataset.clip_windows import TextImages
 from ..dataset.controls import CONTROLS_FROM_IMAGE, MASK_FROM_IMAGE
 from ..dataset.dataset_config import can_load_datasets, load_dataset_config
+from ..dataset.musubi_format import POSITION_KEYS
+from ..dataset.one_frame import OneFrame, parse_one_frame
 from ..dataset.schema import DatasetConfig, SubsetConfig
 from ..dataset.validate import find_clips_for_image_models, validate_resolution_multiple
 from ..diffusion.expert_selection import HIGH_NOISE, LOW_NOISE, TYPICAL_TOKENS
@@ -180,6 +182,8 @@ def _validate_datasets(data: DataConfig, cache: CacheConfig, model: DetectedMode
         yield from find_clips_for_image_models(parsed.datasets, facts.title, list_video_models())
     if facts.control.have_picture_size or facts.control.are_layers:
         yield from _find_other_control_sizes(parsed.datasets, facts)
+    if model.one_frame is not None:
+        yield from _find_other_positions(parsed.datasets, model.one_frame)
     limits = build_control_limits(model)
     for subset in subsets:
         key = subset.control_key or ("control_from_image" if subset.control_from_image else None)
@@ -199,6 +203,19 @@ def _validate_datasets(data: DataConfig, cache: CacheConfig, model: DetectedMode
             yield from [subset.report("control_from_image", *reason)] if reason else []
         if facts.text_images != "none" and cache.caches_text_outputs:
             yield from _find_random_controls(subset, facts.text_images)
+
+
+def _find_other_positions(datasets: Sequence[DatasetConfig], trained: OneFrame) -> Iterator[Problem]:
+    """Find datasets of musubi-tuner with other positions of one-frame training than the run has."""
+    for dataset in datasets:
+        if dataset.one_frame is None:
+            continue
+        # Frames that are compressed are an option of the run in musubi-tuner, too.
+        given = replace(dataset.one_frame, has_2x=trained.has_2x, has_4x=trained.has_4x)
+        if given != trained:
+            text = f"positions of one-frame training are an option of the run ({trained.format()}), for all datasets"
+            key = next(name for name in POSITION_KEYS if name in dataset.locations)
+            yield dataset.report(key, text, f"set --one_frame_settings '{given.format()}'")
 
 
 def _find_other_control_sizes(datasets: Sequence[DatasetConfig], facts: FamilyFacts) -> Iterator[Problem]:
@@ -275,6 +292,12 @@ def _validate_prompt(prompt: Prompt, model: DetectedModel) -> Iterator[Problem]:
     facts = get_family_facts(model.family)
     title = facts.title
     limits, has_references = build_control_limits(model), facts.control.most_references > 0
+    if prompt.one_frame is not None:
+        if facts.sampling.reads_one_frame:
+            count = len(parse_one_frame(prompt.one_frame).control_index)
+            limits = replace(limits, fewest=count, most=count)
+        else:
+            yield prompt.report("one_frame", f"{title} is not run with --one_frame", "leave it out")
     references = prompt.control_images if has_references else ()
     num_controls = len(prompt.control_clips) + (0 if has_references else len(prompt.control_images))
     takes_clips = facts.pipeline.frames is not None and (has_references or not prompt.control_images)

@@ -310,6 +310,7 @@ class DiffusionTask:
 
     def _build_batch(self, pixel_batch: PixelBatch, cond: Cond, step: int) -> Batch:
         moments, frame_cond = self._encode_images(pixel_batch)
+        frame_cond |= self._encode_control_cond(pixel_batch)
         latents = moments.sample(self.build_generators(Purpose.LATENT_SAMPLE, step, pixel_batch.global_positions))
         size_conditioning = self.to_device(pixel_batch.size_conditioning)
         loss_weights = self.to_device(pixel_batch.loss_weights)
@@ -348,6 +349,14 @@ class DiffusionTask:
                 moments.append(encoded.mean_and_std)
                 parts.append(self.family.encode_frame_cond(self.pipe, pixels, encoded))
         return Moments(torch.cat(moments)), {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def _encode_control_cond(self, pixel_batch: PixelBatch) -> dict[str, Tensor]:
+        """Encode what else the denoiser gets of control images; with cached latents it is cached, too."""
+        if not pixel_batch.control_pixels:
+            return {}
+        controls = [normalize_pixels(self.to_device(each)) for each in pixel_batch.control_pixels]
+        with torch.autocast(self.to_device.device.type, enabled=False):
+            return self.family.encode_control_cond(self.pipe, controls)
 
     def _encode_controls(self, pixel_batch: PixelBatch) -> tuple[Tensor, ...]:
         """Encode control images, unless they are cached; diffusers' pipelines draw no samples of them either."""
