@@ -77,7 +77,7 @@ _EXTRA_SUBSET_KEYS = (
 )
 _INTERNAL_FIELDS = (
     *("kind", "subsets", "locations", "dataset_file", "uses_musubi_captions", "dataset_index_in_file"),
-    *("conditioning_is_control", "remote", "file_format", "keeps_all_frames"),
+    *("conditioning_is_control", "remote", "file_format", "keeps_all_frames", "one_frame"),
 )
 _MUSUBI_BUCKETS = {
     **{name: DATASET_KEYS[name].option.default for name in ("bucket_mode", "bucket_max_crop", "bucket_min_images")},

@@ -151,8 +151,11 @@ def build_control_limits(model: DetectedModel, cache: CacheConfig | None = None)
     control = facts.control
     num_given = None if model.one_frame is None else len(model.one_frame.control_index)
     return ControlLimits(
-        *(control.num_images if num_given is None else (num_given, num_given)),
-        *(facts.title, ", ".join(titles), control.are_masks),
+        control.num_images[0] if num_given is None else num_given,
+        control.num_images[1] if num_given is None else num_given,
+        facts.title,
+        ", ".join(titles),
+        are_masks=control.are_masks,
         have_alpha=control.have_alpha,
         are_clips=are_clips,
         are_layers=control.are_layers,

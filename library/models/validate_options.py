@@ -378,7 +378,8 @@ def _validate_frames(prompt: Prompt, model: DetectedModel) -> Iterator[Problem]:
             yield prompt.report(key, text, f"give one with {flag}")
     ends = {"image_path": prompt.first_image, "end_image_path": prompt.last_image}
     for key, word in (("image_path", "begin"), ("end_image_path", "end")):
-        if ends[key] is not None and key not in facts.sampling.frame_images:
+        is_seen = facts.sampling.reads_one_frame and key == "image_path"
+        if ends[key] is not None and key not in facts.sampling.frame_images and not is_seen:
             takes_images = build_control_limits(model).most and rule is None
             fix = "use --ci for a control image" if takes_images else "leave it out"
             yield prompt.report(key, f"what {facts.title} makes cannot {word} with an image", fix)

@@ -181,9 +181,11 @@ def _build_pipeline_class(window: int) -> Any:
             one_frame: OneFrame,
             height: int,
             width: int,
+            image: Image | None = None,
             **kwargs: Any,
         ) -> Any:
-            images = [fit_frame(image, (width, height)) for image in control_images]
+            images = [fit_frame(each, (width, height)) for each in control_images]
+            seen = images[0] if image is None else fit_frame(image, (width, height))
             device, dtype = self._execution_device, self.vae.dtype
             pixels = [self.video_processor.preprocess(each.convert("RGB"), height, width) for each in images]
             alphas = [torch.frombuffer(bytearray(each.getchannel("A").tobytes()), dtype=torch.uint8) for each in images]
@@ -200,7 +202,7 @@ def _build_pipeline_class(window: int) -> Any:
             try:
                 result = super().__call__(
                     *args,
-                    image=pixels[0],
+                    image=self.video_processor.preprocess(seen.convert("RGB"), height, width),
                     height=height,
                     width=width,
                     latent_window_size=window,

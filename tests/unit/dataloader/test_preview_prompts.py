@@ -112,7 +112,8 @@ def test_all_errors_of_a_text_file_are_reported_at_once_with_line_numbers(tmp_pa
         ":3: --widht: unknown option; use --n negative_prompt, --w width, --h height, --d seed, "
         "--s sample_steps, --l scale, --ss sample_sampler, --g guidance_scale, --cn control_video_path, --fs flow_shift,"
         " --ci control_image_path,"
-        " --cf control_from_image, --f frame_count, --fps fps, --i image_path, --ei end_image_path, --am network_multiplier",
+        " --cf control_from_image, --f frame_count, --fps fps, --i image_path, --ei end_image_path, --of one_frame,"
+        " --am network_multiplier",
         ":4: --s: expected an integer, got 'many'",
         ":4: --l: expected a number of at least 0, got inf",
         ":5: --fs: expected a number above 0, got 0",
@@ -138,7 +139,6 @@ def test_the_keys_of_musubi_tuner_for_clips_are_taken(tmp_path):
     ]
     one_frame = "b --i no.png --ei none.png --of target_index=1,control_index=0;2 --f 0\n"
     assert problems(tmp_path, "p.txt", one_frame) == [
-        ":1: --of: one-frame inference (FramePack, Wan I2V) is not supported; --f 1 makes an image",
         ":1: --f: expected at least 1, got 0",
     ]
     assert problems(tmp_path, "p.txt", "b --i no.png --ei none.png\n") == [

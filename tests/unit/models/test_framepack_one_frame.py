@@ -176,6 +176,22 @@ def test_the_transformer_gets_in_a_preview_what_it_gets_in_training(settings, tm
         assert torch.equal(sampled[name], ours[name]), name
 
 
+def test_siglip_sees_the_image_with_which_a_preview_begins_if_there_is_one(tmp_path):
+    family, pipe = load_case("default")
+    paths = [tmp_path / "a.png", tmp_path / "b.png"]
+    for number, path in enumerate(paths):
+        draw_image(number).save(path)
+    calls, cond = record_calls(pipe), family.encode_prompts(pipe, ["a cat"])
+    for first in (None, *paths):
+        prompt = Prompt("a", "", SIZE, SIZE, num_inference_steps=1, control_images=paths[:1], first_image=first)
+        assert not [*validate_prompts([prompt], detect_model(build_config("default")))]
+        generator = torch.Generator().manual_seed(1)
+        family.generate_frames(pipe, prompt, cond, cond, generator=generator, sampler=None)
+    without, same, other = (call["image_embeds"] for call in calls)
+    assert torch.equal(without, same) and not torch.equal(same, other)
+    assert all(torch.equal(call["latents_clean"], calls[0]["latents_clean"]) for call in calls)
+
+
 def test_a_picture_has_as_many_control_images_as_the_settings_have_positions():
     detected = detect_model(build_config("control_index=0;3;5"))
     limits = build_control_limits(detected)
@@ -199,13 +215,13 @@ def test_datasets_of_musubi_tuner_have_the_positions_of_the_run(tmp_path):
     right, wrong = lines.values()
     assert not right
     (problem,) = map(str, wrong)
-    assert "set.toml:5: fp_1f_clean_indices: positions of one-frame training are an option of the run" in problem
+    assert "set.toml:6: fp_1f_clean_indices: positions of one-frame training are an option of the run" in problem
     assert "set --one_frame_settings 'no_post,target_index=5,control_index=0;10'" in problem
     (tmp_path / "set.toml").write_text(f"{text}fp_1f_clean_indices = 0\nfp_1f_no_post = 1\n", encoding="utf-8")
     problems = format_lines(load_dataset_config(data).problems)
     assert [line.partition("set.toml:")[2] for line in problems] == [
-        "5: fp_1f_clean_indices: expected a list of integers, 0 or more, got 0",
-        "6: fp_1f_no_post: expected true or false, got 1",
+        "6: fp_1f_clean_indices: expected a list of integers, 0 or more, got 0",
+        "7: fp_1f_no_post: expected true or false, got 1",
     ]
 
 
