@@ -410,13 +410,7 @@ def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> Detect
     """Resolve the component options and check the options of the family; all problems are raised together."""
     control, controls = model_config.control, CONTROL_FAMILIES.get(detected.family, {})
     detected = replace(detected, family=controls.get(control, detected.family))
-    detected = _select_expert(detected, model_config.noise_experts)
-    if model_config.image_to_video:
-        detected = replace(detected, family=IMAGE_TO_VIDEO_FAMILIES.get(detected.family, detected.family))
-    if model_config.one_frame:
-        detected = replace(detected, family=ONE_FRAME_FAMILIES.get(detected.family, detected.family))
-    if model_config.train_audio:
-        detected = replace(detected, family=SOUND_FAMILIES.get(detected.family, detected.family))
+    detected = _select_variant(_select_expert(detected, model_config.noise_experts), model_config)
     facts, problems, read = get_family_facts(detected.family), list[Problem](), get_config_reader(detected)
     sources, named = {}, set[str]()
     for option in COMPONENT_OPTIONS:
@@ -467,6 +461,18 @@ def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> Detect
         frame_rule=facts.get_frame_rule(model_config),
         one_frame=parse_one_frame(model_config.one_frame_settings) if facts.sampling.reads_one_frame else None,
     )
+
+
+def _select_variant(detected: DetectedModel, model_config: ModelConfig) -> DetectedModel:
+    """Take the family that trains in place of the detected one, with options that say so."""
+    family = detected.family
+    if model_config.image_to_video:
+        family = IMAGE_TO_VIDEO_FAMILIES.get(family, family)
+    if model_config.one_frame:
+        family = ONE_FRAME_FAMILIES.get(family, family)
+    if model_config.train_audio:
+        family = SOUND_FAMILIES.get(family, family)
+    return replace(detected, family=family)
 
 
 def _select_expert(detected: DetectedModel, noise_experts: str) -> DetectedModel:

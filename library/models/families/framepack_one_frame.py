@@ -161,17 +161,28 @@ def _return_empty(embedder: nn.Module, inputs: tuple[Any, ...], outputs: tuple[A
     return tuple(clean[:, :0] if each is None else each for each in outputs)
 
 
+def _to_pixels(image: Image, size: tuple[int, int]) -> Tensor:
+    """Fit an image into a size as training does, and return its colors and alpha channel (1, 4, H, W) in -1..1."""
+    import numpy as np
+    import torch
+
+    from ...dataloader.batch import normalize_pixels
+    from ...dataloader.images import fit_frame
+
+    values = np.array(fit_frame(image.convert("RGBA"), size))
+    return normalize_pixels(torch.from_numpy(values)).permute(2, 0, 1)[None]
+
+
 def _build_pipeline_class(window: int) -> Any:
     """diffusers' pipeline for one section, of which it makes one frame with the positions that it is told."""
     import torch
     from diffusers import HunyuanVideoFramepackPipeline
 
-    from ...dataloader.images import fit_frame
-
     pipeline: Any = HunyuanVideoFramepackPipeline
 
     class OneFramePipeline(pipeline):  # type: ignore[misc]
         first_frame: Tensor | None = None
+        seen: Tensor | None = None
 
         def __call__(
             self,
@@ -184,15 +195,9 @@ def _build_pipeline_class(window: int) -> Any:
             image: Image | None = None,
             **kwargs: Any,
         ) -> Any:
-            images = [fit_frame(each, (width, height)) for each in control_images]
-            seen = images[0] if image is None else fit_frame(image, (width, height))
-            device, dtype = self._execution_device, self.vae.dtype
-            pixels = [self.video_processor.preprocess(each.convert("RGB"), height, width) for each in images]
-            alphas = [torch.frombuffer(bytearray(each.getchannel("A").tobytes()), dtype=torch.uint8) for each in images]
-            controls = [
-                torch.cat([rgb, alpha.view(1, 1, height, width).to(rgb).div(127.5).sub(1)], dim=1).to(device, dtype)
-                for rgb, alpha in zip(pixels, alphas, strict=True)
-            ]
+            device = self._execution_device
+            controls = [_to_pixels(each, (width, height)).to(device, self.vae.dtype) for each in control_images]
+            self.seen = (controls[0] if image is None else _to_pixels(image, (width, height)))[:, :3]
             latents = [encode_control(self, each, each) for each in controls]
             given = {name: value.to(device) for name, value in _build_given(latents, one_frame, window).items()}
             self.first_frame = torch.zeros_like(latents[0], dtype=torch.float32)  # in its place are the control images
@@ -202,7 +207,7 @@ def _build_pipeline_class(window: int) -> Any:
             try:
                 result = super().__call__(
                     *args,
-                    image=self.video_processor.preprocess(seen.convert("RGB"), height, width),
+                    image=image or control_images[0],
                     height=height,
                     width=width,
                     latent_window_size=window,
@@ -213,8 +218,10 @@ def _build_pipeline_class(window: int) -> Any:
                 handle.remove()
             return type(result)(frames=result.frames[-1][:, :, -1:])
 
-        def encode_image(self, image: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            return embed_siglip_images(self, image)
+        def encode_image(self, *args: Any, **kwargs: Any) -> Tensor:
+            if self.seen is None:
+                raise AssertionError("the image is set by the call")
+            return embed_siglip_images(self, self.seen)
 
         def prepare_image_latents(self, *args: Any, **kwargs: Any) -> Tensor | None:
             return self.first_frame
