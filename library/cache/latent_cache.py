@@ -141,10 +141,13 @@ class LatentEncoder:
                 tensors[SOUND_TENSOR] = self._encode_sound(pipe, sound, sample.num_frames).to(dtype).cpu()
             if mask is not None:
                 tensors[MASK_TENSOR] = self._resize_mask(mask, (value.shape[-2], value.shape[-1]))
-            encoded = self._encode_controls(pipe, controls, image, sample.key)
+            num_references = sum(control.is_reference for control in sample.controls)
+            encoded = self._encode_controls(pipe, controls, image, sample.key, num_references=num_references)
             if encoded is None:
                 self.failures[index] = _report_overflow(sample.controls[0].image)
                 continue
+            for name, value in self._encode_control_cond(pipe, controls).items():
+                tensors[FRAME_COND_TENSOR.format(name)] = value.to(dtype).cpu()
             for number, latents in enumerate(encoded):
                 is_rounded = latents.is_floating_point()  # pixels are not
                 tensors[CONTROL_TENSOR.format(number)] = latents.to(dtype if is_rounded else latents.dtype).cpu()
@@ -152,7 +155,7 @@ class LatentEncoder:
         return entries
 
     def _encode_controls(
-        self, pipe: Any, controls: Sequence[Pixels], image: Pixels, name: str
+        self, pipe: Any, controls: Sequence[Pixels], image: Pixels, name: str, *, num_references: int
     ) -> tuple[Tensor, ...] | None:
         """Encode the control images of a picture; None if the VAE fails."""
         if not controls:
@@ -162,10 +165,22 @@ class LatentEncoder:
         def encode() -> tuple[Tensor, ...]:
             own, *others = (normalize_pixels(pixels.to(self.encoders.strategy.device)) for pixels in every)
             with torch.no_grad(), torch.autocast(own.device.type, enabled=False):
-                return tuple(each[0] for each in self.encoders.family.encode_controls(pipe, others, own))
+                latents = self.encoders.family.encode_all_controls(pipe, others, own, num_references)
+                return tuple(each[0] for each in latents)
 
         latents = encode()
         return latents if _are_finite(latents) else self._repeat_in_float32(pipe, encode, name)
+
+    def _encode_control_cond(self, pipe: Any, controls: Sequence[Pixels]) -> dict[str, Tensor]:
+        """Encode what else the denoiser gets of the control images of a picture."""
+        device = self.encoders.strategy.device
+        rows = [torch.from_numpy(np.ascontiguousarray(move_channels_first(each)))[None] for each in controls]
+        if not rows:
+            return {}
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            pixels = [normalize_pixels(each.to(device)) for each in rows]
+            found = self.encoders.family.encode_control_cond(pipe, pixels)
+        return {name: value[0] for name, value in found.items()}
 
     def _encode_moments(self, pipe: Any, pixels: Tensor) -> Tensor:
         values = normalize_pixels(pixels.to(self.encoders.strategy.device))

@@ -173,6 +173,7 @@ class CachedLatentLoader:
             moments=self.latent_reader.read_moments(shard.sample_indices, flipped),
             latent_mask=self.latent_reader.read_masks(shard.sample_indices, flipped) if has_mask else None,
             control_latents=self.latent_reader.read_controls(shard.sample_indices, flipped, len(samples[0].controls)),
+            num_references=sum(control.is_reference for control in samples[0].controls),
             control_keys=tuple(map(self.augmenter.identify_controls, views)),
             frame_keys=tuple(map(self.augmenter.identify_first_frame, views)),
             frame_cond=self.latent_reader.read_frame_cond(shard.sample_indices, flipped),

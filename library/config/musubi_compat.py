@@ -69,7 +69,7 @@ _TURBO = NoEffectOption("previews are sampled with the model that is trained", i
 
 _CACHING_OPTIONS = """
     batch_size clip_max_length console_back console_num_images console_width debug_mode device disable_cudnn_backend i2v
-    keep_cache nabla_resize num_workers one_frame_no_2x one_frame_no_4x quantized_qwen qwen_max_length skip_existing
+    keep_cache nabla_resize num_workers quantized_qwen qwen_max_length skip_existing
     text_cache_dtype
 """.split()
 _OTHER_MODEL_OPTIONS = """
@@ -100,6 +100,10 @@ MUSUBI_OPTIONS: Mapping[str, OptionVerdict] = {
     "dit_dtype": NoEffectOption("the model computes in the dtype of mixed_precision"),
     "text_encoder_dtype": TEXT_PRECISION,
     "unconditional_dit": _TURBO,
+    **dict.fromkeys(
+        ("one_frame_no_2x", "one_frame_no_4x"),
+        CachingOption("of musubi-tuner's caching script: no_2x and no_4x in --one_frame_settings have this meaning"),
+    ),
     "bulk_decode": NoEffectOption("previews only: those of FramePack are decoded two sections at a time"),
     **dict.fromkeys(
         ("initial_sigma", "sampler_preset", "use_unconditional_dit_for_lora_sampling"),
@@ -125,7 +129,6 @@ MUSUBI_OPTIONS: Mapping[str, OptionVerdict] = {
     # not supported
     "fused_backward_pass": replace(FULL_TRAINING, in_full=OptionAlias("fused_backward_pass")),  # of zimage_train.py
     "block_swap_optimizer_patch_params": FULL_TRAINING,
-    "one_frame": UnsupportedOption("one-frame training (FramePack, Wan I2V) is not supported"),
     "sage_attn": UnsupportedOption("SageAttention has no backward pass; use --attn_mode flash"),
     "show_timesteps": UnsupportedOption("use python -m library plan, which trains nothing"),
     "dit_in_channels": UnsupportedOption("not supported: the model has the channels of its files", (16,)),

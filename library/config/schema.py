@@ -42,6 +42,11 @@ def _define_component(help: str, *, needs: Needs | None = None, **facts: Any) ->
     )
 
 
+def _define_model_option(default: Any, help: str, **facts: Any) -> Any:
+    """Declare an option of some models that changes no outputs of text encoders."""
+    return define_option(default, help, needs=(OfModel(),), changes_text_outputs=False, **facts)
+
+
 def _define_text_dropout(encoder: str, *, changes_text_outputs: bool) -> Any:
     return define_option(
         0.0,
@@ -182,20 +187,16 @@ class ModelConfig:
     clip_l_dropout_rate: float = _define_text_dropout("CLIP-L", changes_text_outputs=True)
     clip_g_dropout_rate: float = _define_text_dropout("CLIP-G", changes_text_outputs=True)
     t5_dropout_rate: float = _define_text_dropout("T5", changes_text_outputs=False)
-    pos_emb_random_crop_rate: float = define_option(
+    pos_emb_random_crop_rate: float = _define_model_option(
         0.0,
         "probability of training an image with a random part of the position embedding instead of its center (SD3)",
         minimum=0,
         maximum=1,
-        needs=(OfModel(),),
-        changes_text_outputs=False,
     )
-    enable_scaled_pos_embed: bool = define_option(
+    enable_scaled_pos_embed: bool = _define_model_option(
         False,
         "stretch the position embedding for each dataset's resolution, so that images of all resolutions have the "
         "range of positions of 1024 pixels (SD3.5 medium)",
-        needs=(OfModel(),),
-        changes_text_outputs=False,
     )
     gemma2_max_token_length: int | None = define_option(
         None,
@@ -243,12 +244,10 @@ class ModelConfig:
         changes_text_outputs=False,
         written_at_default="kohya",
     )
-    noise_experts: Literal["both", "high_noise", "low_noise"] = define_option(
+    noise_experts: Literal["both", "high_noise", "low_noise"] = _define_model_option(
         "both",
         "the transformers of Wan 2.2 A14B that are trained: both in one run, each with a LoRA file of its own, or one, "
         "which alone is loaded",
-        needs=(OfModel(),),
-        changes_text_outputs=False,
     )
     expert_adapters: Literal["separate", "shared"] = define_option(
         "separate",
@@ -258,34 +257,35 @@ class ModelConfig:
         changes_text_outputs=False,
         musubi_default="shared",
     )
-    timestep_boundary: float | None = define_option(
+    timestep_boundary: float | None = _define_model_option(
         None,
         "the noise level, in 0 to 1 or 0 to 1000, from which on the transformer for high noise of Wan 2.2 A14B "
         "predicts, in training and previews; default: 0.875 from text, 0.9 from images",
         minimum=0,
         maximum=1000,
-        needs=(OfModel(),),
-        changes_text_outputs=False,
     )
-    image_to_video: bool = define_option(
+    image_to_video: bool = _define_model_option(
         False,
         "train clips with their first frame given (Wan 2.2 TI2V, LTX-Video 0.9.5, LTX-2, Kandinsky 6): it is clean and "
         "has no loss; images are trained as without this option",
-        needs=(OfModel(),),
-        changes_text_outputs=False,
     )
-    train_audio: bool = define_option(
-        False, "train sound (LTX-2, Kandinsky 6); needs cached latents", needs=(OfModel(),), changes_text_outputs=False
-    )
-    f1: bool = define_option(
+    train_audio: bool = _define_model_option(False, "train sound (LTX-2, Kandinsky 6); needs cached latents")
+    f1: bool = _define_model_option(
         False,
         "FramePack F1: sections follow what was before them, instead of coming before what is after them",
-        needs=(OfModel(),),
+    )
+    one_frame: bool = _define_model_option(
+        False,
+        "FramePack makes single pictures from control images, as frames of one section; positions: one_frame_settings",
+    )
+    one_frame_settings: str = define_option(
+        "",
+        "positions of the picture and of its control images, in training and in previews without --of, as"
+        " musubi-tuner's one_frame_inference: no_post,no_2x,no_4x,target_index=1,control_index=0;10",
+        needs=(OfModel(), IsSet("one_frame", "pictures are not trained as one frame")),
         changes_text_outputs=False,
     )
-    latent_window_size: int = define_option(
-        9, "latent frames of a section of FramePack", minimum=1, needs=(OfModel(),), changes_text_outputs=False
-    )
+    latent_window_size: int = _define_model_option(9, "latent frames of a section of FramePack", minimum=1)
     control: Literal["none", "omini", "channels"] = define_option(
         "none",
         "train conditioning on images: omini: OminiControl, the condition as extra tokens, with LoRA on these only "

@@ -63,6 +63,7 @@ class PixelBatch:
     cond: Cond | None = None
     control_pixels: tuple[Tensor, ...] = ()  # one tensor for each control image, as ``pixels``
     control_latents: tuple[Tensor, ...] = ()  # cached ones, instead: (B, C, H, W), or (B, C, F, H, W)
+    num_references: int = 0  # of these, the last ones: reference images of clips, which have one frame
     control_keys: tuple[str, ...] = ()  # a text for each sample that identifies its control images
     frame_keys: tuple[str, ...] = ()  # a text for each sample that identifies its first frame, without random crop
     frame_cond: dict[str, Tensor] | None = None  # cached ``Batch.frame_cond``
@@ -98,12 +99,15 @@ class PixelBatch:
         control_sizes: Sequence[tuple[int, int]] = (),
         num_frames: int = 1,
         frame_rule: FrameRule | None = None,
+        num_references: int | None = None,
     ) -> "PixelBatch":
         """Build a batch of black images of this (width, height), without masks, with these captions repeated.
 
         With ``num_frames``, they are clips, whose latent frames ``frame_rule``, that of the model, counts; they have
-        sound if it counts latents of sound.
+        sound if it counts latents of sound.  The last ``num_references`` control images, by default as many as these
+        have, are reference images.
         """
+        num_references = self.num_references if num_references is None else num_references
         width, height = image_size
         rows = [number % len(self) for number in range(batch_size)]
         size_conditioning = self.size_conditioning[rows]
@@ -124,11 +128,9 @@ class PixelBatch:
         if black is None:
             raise AssertionError("a batch has pixels or moments")
         factor = 1 if self.moments is None else old_sides[0] // black.shape[-2]
-        channels = [each.shape[1] for each in self.control_latents] or [black.shape[1]] * len(control_sizes)
-        controls = tuple(
-            black.new_zeros(batch_size, count, *frames, high // factor, wide // factor)
-            for count, (wide, high) in zip(channels, control_sizes, strict=True)
-        )
+        sizes = [(high // factor, wide // factor) for wide, high in control_sizes]
+        axes = [*[frames] * (len(sizes) - num_references), *[(1,)] * num_references]
+        controls = self._build_dummy_controls(black, batch_size, axes, sizes)
         cond = None if self.cond is None else {name: _select_rows(value, rows) for name, value in self.cond.items()}
         frame_cond = None
         if self.frame_cond is not None and moments is not None:
@@ -145,9 +147,20 @@ class PixelBatch:
             cond=cond,
             control_pixels=controls if self.moments is None else (),
             control_latents=() if self.moments is None else controls,
+            num_references=num_references,
             frame_cond=frame_cond,
             sound=None if frame_rule is None else _build_silence(frame_rule, batch_size, num_frames),
             network_multiplier=self.network_multiplier,
+        )
+
+    def _build_dummy_controls(
+        self, black: Tensor, batch_size: int, axes: Sequence[tuple[int, ...]], sizes: Sequence[tuple[int, int]]
+    ) -> tuple[Tensor, ...]:
+        """Build black control images, or zeros for their latents; ``axes`` are the frames of each, if it has some."""
+        channels = [each.shape[1] for each in self.control_latents] or [black.shape[1]] * len(sizes)
+        return tuple(
+            black.new_zeros(batch_size, count, *axis, *size)
+            for axis, count, size in zip(axes, channels, sizes, strict=True)
         )
 
     def crop_first_image(self, max_size: int, frame_rule: FrameRule | None = None) -> "PixelBatch":

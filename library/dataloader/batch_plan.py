@@ -43,6 +43,7 @@ class Bucket:
     batch_size: int
     dataset_index_in_file: int = 0
     control_resolutions: tuple[tuple[int, int], ...] = ()  # the resolutions of the control images of each sample
+    num_references: int = 0  # of these, the last ones: reference images of a clip
     num_frames: int = 1  # of each sample; 1 for images
     has_sound: bool = False  # which is trained together with the frames
 

@@ -188,7 +188,9 @@ def assign_controls(
     """Assign the control images of a sample: to the bucket of their picture, or each to a size of its own."""
     assigned = []
     for control in sample.controls:
-        if control.square_side:
+        if control.is_reference:
+            assigned.append(assign_reference(control.size, assignment.bucket_resolution))
+        elif control.square_side:
             square = Resolution(control.square_side, control.square_side)
             assigned.append(_assign_single_resolution(*control.size, square))
         elif dataset.file_format == "musubi-tuner" and not dataset.subsets[sample.subset_index].random_crop:
@@ -203,15 +205,30 @@ def assign_controls(
     return tuple(assigned)
 
 
-BucketKey = tuple[int, tuple[int, int], int, bool, tuple[tuple[int, int], ...]]
-"""What the samples of a bucket have in common: dataset, resolution, frames, whether they have sound, and the
-resolutions of control images."""
+def assign_reference(size: tuple[int, int], bucket_resolution: tuple[int, int]) -> BucketAssignment:
+    """Fit a reference image into the bucket of its clip, as VACE does; the rest of it is white."""
+    scale = min(bucket_resolution[0] / size[0], bucket_resolution[1] / size[1])
+    resized = max(1, int(size[0] * scale)), max(1, int(size[1] * scale))
+    return BucketAssignment(bucket_resolution, resized, (0, 0))
+
+
+BucketKey = tuple[int, tuple[int, int], int, bool, tuple[tuple[int, int], ...], int]
+"""What the samples of a bucket have in common: dataset, resolution, frames, whether they have sound, the resolutions of
+control images, and how many of these, the last ones, are reference images of clips."""
 
 
 def build_bucket_key(sample: Sample, assignment: BucketAssignment, dataset: DatasetConfig) -> BucketKey:
     """Build what a sample has in common with the others of its bucket."""
     controls = tuple(each.bucket_resolution for each in assign_controls(sample, assignment, dataset))
-    return sample.dataset_index, assignment.bucket_resolution, sample.num_frames, sample.has_sound, controls
+    num_references = sum(each.is_reference for each in sample.controls)
+    return (
+        sample.dataset_index,
+        assignment.bucket_resolution,
+        sample.num_frames,
+        sample.has_sound,
+        controls,
+        num_references,
+    )
 
 
 def _assign_musubi_control(
@@ -228,7 +245,8 @@ def _assign_musubi_control(
 def list_control_facts(sample: Sample, assignments: Sequence[BucketAssignment]) -> Iterator[str | int]:
     """List all that decides the pixels of the control images of a sample besides flip and filter."""
     for control, own in zip(sample.controls, assignments, strict=True):
-        yield from ("control", control.content_hash, *own.resized_size, *own.crop_left_top, *own.bucket_resolution)
+        kind = "reference" if control.is_reference else "control"
+        yield from (kind, control.content_hash, *own.resized_size, *own.crop_left_top, *own.bucket_resolution)
         if control.clip is not None:
             yield control.clip.conversion.describe()
         if control.made:

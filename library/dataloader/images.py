@@ -17,7 +17,7 @@ from ..dataset.clip_decoding import ClipError, read_clip_frames
 from ..dataset.clip_inspection import inspect_clip
 from ..dataset.clip_sound import Waveform, read_window_sound
 from ..dataset.clip_windows import FrameRule, FrameWindow, RateConversion, TextImages
-from ..dataset.controls import ControlImage
+from ..dataset.controls import GREY, ControlImage
 from ..dataset.image_decoding import Pixels, load_inpainting_mask, load_rgb_image, load_rgba_image
 from ..dataset.image_ref import ImageRef
 from ..dataset.mask_files import (
@@ -33,13 +33,17 @@ from ..errors import UserError
 from ..problems import report_file
 from ..storage.filesystems import RemoteOutage
 from .augment import augment_color, make_condition
-from .buckets import BucketAssignment, assign_controls
+from .buckets import BucketAssignment, assign_controls, assign_reference
 from .manifest import Sample
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
     from .sample_prompts import Prompt
+
+
+GREY_VALUE = 128
+"""The pixels of a control clip that says nothing."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +172,10 @@ def load_control_pixels(
     rng = rng or random.Random(sample.content_hash)
     found = []
     for control, own in zip(sample.controls, assign_controls(sample, assignment, dataset), strict=True):
+        if control.made == GREY:
+            frames = (sample.num_frames,) if sample.num_frames > 1 else ()
+            found.append(np.full((*frames, *own.bucket_resolution[::-1], 3), GREY_VALUE, np.uint8))
+            continue
         name = f"its control image {control.image}"
         if control.clip is not None and sample.window is not None:
             crop = crop_params if own == assignment else replace(crop_params, left_top=own.crop_left_top)
@@ -186,6 +194,10 @@ def load_control_pixels(
             return BadSample(str(sample.image), reason)
         if image.size != control.size:
             return BadSample(str(sample.image), f"{name} was {control.size} at the start, is {image.size} now")
+        if control.is_reference:
+            pixels = fit_on_white(image, own, crop_params.interpolation)
+            found.append(np.ascontiguousarray(pixels[:, ::-1] if crop_params.is_flipped else pixels)[None])
+            continue
         left_top = crop_params.left_top if own == assignment else own.crop_left_top
         pixels = resize_and_crop(image, own, left_top, crop_params.interpolation)
         if control.made:
@@ -207,11 +219,21 @@ def _load_control_clip(
         return BadSample(str(sample.image), f"its control clip {control.image} cannot be read now: {error}")
 
 
-def load_preview_controls(prompt: "Prompt", *, are_masks: bool = False) -> "list[Image]":
+def fit_on_white(image: "Image", assignment: BucketAssignment, interpolation: str | None) -> Pixels:
+    """Resize a reference image, and place it in the middle of a white one of the size of the bucket."""
+    resized, (width, height) = resize_image(image, assignment.resized_size, interpolation), assignment.bucket_resolution
+    pixels = np.full((height, width, 3), 255, np.uint8)
+    top, left = (height - resized.shape[0]) // 2, (width - resized.shape[1]) // 2
+    pixels[top : top + resized.shape[0], left : left + resized.shape[1]] = resized
+    return pixels
+
+
+def load_preview_controls(prompt: "Prompt", *, are_masks: bool = False, have_alpha: bool = False) -> "list[Image]":
     """Load the control images of a preview, or what is made of them, drawn by the seed of the prompt."""
     from PIL import Image
 
     load = load_inpainting_mask if are_masks and prompt.control_from_image is None else load_rgb_image
+    load = load_rgba_image if have_alpha else load
     images = [load(path) for path in prompt.control_images]
     if prompt.control_from_image is None:
         return images
@@ -226,17 +248,32 @@ def load_text_images(prompt: "Prompt", kind: TextImages) -> "list[Image]":
     return load_preview_controls(prompt) if kind == "controls" else []
 
 
+def load_reference_images(prompt: "Prompt", size: tuple[int, int]) -> "list[Image]":
+    """Load the control images of a preview of a clip as its reference images, in its size as in training."""
+    from PIL import Image
+
+    images = map(load_rgb_image, prompt.control_images)
+    return [Image.fromarray(fit_on_white(image, assign_reference(image.size, size), None)) for image in images]
+
+
+def build_grey_clip(prompt: "Prompt", size: tuple[int, int]) -> "list[Image]":
+    """Build the control clip of a preview that has reference images alone, as in training."""
+    from PIL import Image
+
+    return [Image.new("RGB", size, (GREY_VALUE,) * 3)] * (prompt.num_frames or 1)
+
+
 def load_control_clips(
-    prompt: "Prompt", rule: FrameRule, get_size: Callable[[int], tuple[int, int]]
+    prompt: "Prompt", rule: FrameRule, get_size: Callable[[int], tuple[int, int]], *, has_references: bool = False
 ) -> "list[list[Image]]":
     """Load the control clips of a preview at the rate of the model, in its number of frames, each in its size.
 
-    Of a shorter one the last frame is repeated; a control image is a clip of one frame.
+    Of a shorter one the last frame is repeated; a control image is a clip of one frame, unless it is a reference image.
     """
     length = prompt.num_frames or 1
-    images = [[load_rgb_image(path)] * length for path in prompt.control_images]
+    images = [] if has_references else [[load_rgb_image(path)] * length for path in prompt.control_images]
     clips = [_read_preview_clip(path, rule, length) for path in prompt.control_clips]
-    return [[_fit_frame(frame, get_size(number)) for frame in clip] for number, clip in enumerate((*images, *clips))]
+    return [[fit_frame(frame, get_size(number)) for frame in clip] for number, clip in enumerate((*images, *clips))]
 
 
 def _read_preview_clip(path: Path, rule: FrameRule, length: int) -> "list[Image]":
@@ -245,7 +282,7 @@ def _read_preview_clip(path: Path, rule: FrameRule, length: int) -> "list[Image]
     return list(read_clip_frames(image, clip, 0, length))
 
 
-def _fit_frame(image: "Image", size: tuple[int, int]) -> "Image":
+def fit_frame(image: "Image", size: tuple[int, int]) -> "Image":
     """Resize a frame to cover the size, as in training, and crop its center."""
     from PIL import Image
 

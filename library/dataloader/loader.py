@@ -71,7 +71,8 @@ def build_validation_batches(
     for index, sample in enumerate(manifest.samples):
         members[build_bucket_key(sample, assignments[index], manifest.datasets[sample.dataset_index])].append(index)
     buckets, batches = [], []
-    for number, ((dataset_index, size, num_frames, has_sound, controls), samples) in enumerate(sorted(members.items())):
+    for number, (key, samples) in enumerate(sorted(members.items())):
+        dataset_index, size, num_frames, has_sound, controls, num_references = key
         batch_size = manifest.datasets[dataset_index].batch_size
         buckets.append(
             Bucket(
@@ -81,6 +82,7 @@ def build_validation_batches(
                 batch_size=batch_size,
                 dataset_index_in_file=dataset_index,
                 control_resolutions=controls,
+                num_references=num_references,
                 num_frames=num_frames,
                 has_sound=has_sound,
             )
@@ -241,6 +243,7 @@ class MicroBatchDataset(Dataset[PixelBatch | WorkerFailure]):
             mask=_stack_masks([image.mask for image in images], resolution),
             bad_samples=tuple(row for row in rows if isinstance(row, BadSample)),
             control_pixels=_stack_controls([image.controls for image in images]),
+            num_references=sum(control.is_reference for control in samples[0].controls),
             control_keys=tuple(map(self.augmenter.identify_controls, views)),
             frame_keys=tuple(map(self.augmenter.identify_first_frame, views)),
             network_multiplier=self.augmenter.get_dataset(batch.sample_indices[0]).network_multiplier,
@@ -279,12 +282,13 @@ class MicroBatchDataset(Dataset[PixelBatch | WorkerFailure]):
         assignment = self.augmenter.assignments[sample_index]
         conditioning = self.augmenter.compute_size_conditioning(sample_index, assignment, is_flipped=False)
         sizes = [assignment, *self.augmenter.assign_controls(sample_index)]
-        num_frames = self.augmenter.manifest.samples[sample_index].num_frames
-        frames = (num_frames,) if num_frames > 1 else ()
-        channels = [3, *(4 if each.has_alpha else 3 for each in self.augmenter.manifest.samples[sample_index].controls)]
+        sample = self.augmenter.manifest.samples[sample_index]
+        frames = (sample.num_frames,) if sample.num_frames > 1 else ()
+        channels = [3, *(4 if each.has_alpha else 3 for each in sample.controls)]
+        axes = [frames, *((1,) if each.is_reference else frames for each in sample.controls)]
         black, *controls = (
-            np.zeros((*frames, *each.bucket_resolution[::-1], count), np.uint8)
-            for each, count in zip(sizes, channels, strict=True)
+            np.zeros((*axis, *each.bucket_resolution[::-1], count), np.uint8)
+            for axis, each, count in zip(axes, sizes, channels, strict=True)
         )
         return LoadedImage(black, None, conditioning, tuple(controls))
 

@@ -4,7 +4,7 @@ import gc
 import math
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ..config.schema import TrainConfig
 from ..config.schema_data import DataConfig
 from ..dataset.clip_windows import FrameRule
-from ..dataset.controls import ControlLimits
+from ..dataset.controls import ControlImage, ControlLimits
 from ..dataset.dataset_config import ParsedDatasetConfig, load_dataset_config
 from ..dataset.listing import format_first_names
 from ..dataset.musubi_format import set_musubi_bucket_steps
@@ -231,6 +231,7 @@ def prepare_data(
     if control_limits is not None:
         _check_control_counts(prepared.merge_validation().manifest, control_limits)
         prepared = _mark_masks(prepared) if control_limits.are_masks else prepared
+        prepared = _mark_alpha(prepared) if control_limits.have_alpha else prepared
     if max_side is not None:
         _check_bucket_sides(prepared.merge_validation(), max_side, model)
     return prepared
@@ -284,17 +285,23 @@ def _check_bucket_sides(prepared: PreparedData, max_side: int, model: str) -> No
 def _mark_masks(prepared: PreparedData) -> PreparedData:
     """Mark the control images of files as masks, whose transparent parts are read in another way."""
 
-    def mark(manifest: Manifest) -> Manifest:
-        samples = [
-            replace(sample, controls=tuple(replace(each, is_mask=not each.made) for each in sample.controls))
-            for sample in manifest.samples
-        ]
+    return _change_controls(prepared, lambda control: replace(control, is_mask=not control.made))
+
+
+def _mark_alpha(prepared: PreparedData) -> PreparedData:
+    """Mark the control images of files as ones whose alpha channel is read."""
+    return _change_controls(prepared, lambda control: replace(control, has_alpha=not control.made))
+
+
+def _change_controls(prepared: PreparedData, change: Callable[[ControlImage], ControlImage]) -> PreparedData:
+    def change_all(manifest: Manifest) -> Manifest:
+        samples = [replace(sample, controls=tuple(map(change, sample.controls))) for sample in manifest.samples]
         return replace(manifest, samples=tuple(samples))
 
     validation = prepared.validation
     if validation is not None:
-        validation = replace(validation, manifest=mark(validation.manifest))
-    return replace(prepared, manifest=mark(prepared.manifest), validation=validation)
+        validation = replace(validation, manifest=change_all(validation.manifest))
+    return replace(prepared, manifest=change_all(prepared.manifest), validation=validation)
 
 
 def _check_control_counts(manifest: Manifest, limits: ControlLimits) -> None:
@@ -306,7 +313,9 @@ def _check_control_counts(manifest: Manifest, limits: ControlLimits) -> None:
         raise ConfigError([limits.rejection])
     found: defaultdict[Problem, list[str]] = defaultdict(list)
     for sample in manifest.samples:
-        if text := limits.describe_problem(len(sample.controls)):
+        num_references = sum(control.is_reference for control in sample.controls)
+        text = limits.describe_problem(len(sample.controls) - num_references)
+        if text := text or limits.describe_reference_problem(num_references):
             subset = manifest.datasets[sample.dataset_index].subsets[sample.subset_index]
             found[subset.report(subset.control_key or subset.source_key, text)].append(sample.image.name)
     if found:
@@ -353,7 +362,8 @@ def _build_buckets(manifest: Manifest, assignments: Sequence[BucketAssignment]) 
     for index, (sample, assignment) in enumerate(zip(manifest.samples, assignments, strict=True)):
         members[build_bucket_key(sample, assignment, manifest.datasets[sample.dataset_index])].append(index)
     buckets = []
-    for (dataset_index, resolution, num_frames, has_sound, controls), indices in sorted(members.items()):
+    for key, indices in sorted(members.items()):
+        dataset_index, resolution, num_frames, has_sound, controls, num_references = key
         dataset = manifest.datasets[dataset_index]
         repeats = array("d", [manifest.samples[index].repeats for index in indices])
         number = dataset.dataset_index_in_file
@@ -365,6 +375,7 @@ def _build_buckets(manifest: Manifest, assignments: Sequence[BucketAssignment]) 
                 batch_size=dataset.batch_size,
                 dataset_index_in_file=number,
                 control_resolutions=controls,
+                num_references=num_references,
                 num_frames=num_frames,
                 has_sound=has_sound,
             )

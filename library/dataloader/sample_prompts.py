@@ -15,6 +15,7 @@ from ..dataset.clip_inspection import inspect_clip
 from ..dataset.controls import CONTROLS_FROM_IMAGE
 from ..dataset.image_inspection import inspect_image
 from ..dataset.image_ref import ImageRef
+from ..dataset.one_frame import parse_one_frame
 from ..dataset.schema import resolve_path
 from ..errors import FileError
 from ..name_suggestions import suggest_name
@@ -56,6 +57,8 @@ class Prompt:
     """The control clips of a video: files, or folders of images."""
     control_from_image: str | None = None
     """The way control images are derived from the given ones: a key of ``CONTROLS_FROM_IMAGE``."""
+    one_frame: str | None = None
+    """The positions of one-frame inference, as ``parse_one_frame`` reads them."""
     network_multiplier: float = 1.0
     """The strength of the LoRA, such as that of a slider."""
 
@@ -212,6 +215,14 @@ def _parse_control_kind(value: Any) -> str:
     return str(value)
 
 
+def _parse_one_frame(value: Any) -> str:
+    try:
+        parse_one_frame(str(value))
+    except ValueError as error:
+        raise _InvalidValue(str(error)) from None
+    return str(value)
+
+
 _PROMPT_FIELDS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "prompt": ("text", _parse_text),
     "negative_prompt": ("negative_prompt", _parse_text),
@@ -232,6 +243,7 @@ _PROMPT_FIELDS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "control_image_path": ("control_images", _parse_paths),
     "control_video_path": ("control_clips", _parse_paths),
     "control_from_image": ("control_from_image", _parse_control_kind),
+    "one_frame": ("one_frame", _parse_one_frame),
     "network_multiplier": ("network_multiplier", _parse_strength),
 }
 """The field of ``Prompt`` that each key of a prompt file sets, and the parser of its values.
@@ -243,6 +255,7 @@ _CONTROL_KEY, _CLIP_KEY = "control_image_path", "control_video_path"
 _LIST_KEYS = frozenset((_CONTROL_KEY, _CLIP_KEY))
 _TEXT_KEYS = _LIST_KEYS | {
     *("prompt", "negative_prompt", "sample_sampler", "control_from_image", "image_path", "end_image_path"),
+    "one_frame",
 }
 
 _SHORT_OPTIONS: Mapping[str, str] = {
@@ -255,7 +268,6 @@ _SHORT_OPTIONS: Mapping[str, str] = {
 
 _UNSUPPORTED_KEYS: Mapping[str, str] = {
     "controlnet_image": "ControlNet images are not supported; control images of editing models are control_image_path",
-    "one_frame": "one-frame inference (FramePack, Wan I2V) is not supported; --f 1 makes an image",
     "cfg_trunc_ratio": "for Lumina only; remove it",
     "renorm_cfg": "for Lumina only; remove it",
 }

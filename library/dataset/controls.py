@@ -15,7 +15,7 @@ from .clip_inspection import InspectedClip, build_clip_inspector
 from .clip_windows import ClipFrames, FrameRule
 from .image_inspection import InspectedImage, build_image_inspector
 from .image_ref import ImageRef
-from .listing import ListedImage, format_count, format_first_names
+from .listing import ListedImage, format_count, format_first_names, is_image_file
 from .mask_files import MaskKey, get_relative_path, has_same_aspect_ratio, list_image_names, normalize_stem
 from .scan import scan_images
 from .scan_cache import ScanRoots
@@ -36,6 +36,9 @@ CONTROLS_FROM_IMAGE: Mapping[str, bool] = {
 }
 """Values of ``control_from_image``, and whether the control image is another one each time."""
 
+GREY = "grey"
+"""What is made as the control clip of a clip that has reference images alone."""
+
 _NUMBERED_COLUMN = re.compile(r"(?:control_path|control_image)(?:_(\d+))?")
 _NUMBERED_MEMBER = re.compile(r"\.control(?:_(\d+))?\.\w+")
 _NUMBERED_STEM = re.compile(r"(.+)_(\d+)")
@@ -50,7 +53,7 @@ class ControlImage:
     size: tuple[int, int]  # (width, height) in EXIF orientation
     content_hash: str  # the hash of the file
     made: str = ""
-    """The way the control image is derived from the picture itself: a key of ``CONTROLS_FROM_IMAGE``."""
+    """The way the control image is derived from the picture itself: a key of ``CONTROLS_FROM_IMAGE``; or ``GREY``."""
     clip: ClipFrames | None = None
     """The frames of a control clip."""
     is_mask: bool = False
@@ -59,6 +62,8 @@ class ControlImage:
     """Whether this is a layer, whose alpha channel is read."""
     square_side: int = 0
     """The side in pixels of a square that this is brought to, whatever the size of the picture; 0: it is not."""
+    is_reference: bool = False
+    """Whether this is a reference image of a clip, which shows something of it and is no frame."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +78,27 @@ class ControlLimits:
     are_masks: bool = False
     group_size: int = 1
     """How many control images there are more of, if there are more than the fewest."""
+    have_alpha: bool = False
+    """Whether the alpha channel of control images is read."""
     are_clips: bool = False
     """Whether the model makes videos, whose controls are clips."""
     are_layers: bool = False
     """Whether the model is trained on pictures with layers, which count as their control images."""
+    most_references: int = 0
+    """The most reference images beside the controls of a clip."""
+    reference_models: str = ""
+    """The models that take reference images."""
     rejection: Problem | None = None
     """The problem of a run in which a picture has control images, which files may list: settings do not tell."""
+
+    def describe_reference_problem(self, count: int) -> str | None:
+        """Say what is wrong with this number of reference images, which are no control clips."""
+        if count <= self.most_references:
+            return None
+        if not self.most_references:
+            way = f"{self.reference_models} does; a folder with one image is a control clip"
+            return f"{self.title} takes no reference images beside control clips; {way}"
+        return f"{self.title} takes at most {format_count(self.most_references, 'reference image')}, not {count}"
 
     def describe_problem(self, count: int) -> str | None:
         """Say what is wrong with this number of control images."""
@@ -187,7 +207,7 @@ def _match_in_dir(matches: ControlMatches, images: Sequence[ImageRef], image_dir
 def match_control_clips(clips: Sequence[ImageRef], video_dir: Path, control_dir: Path) -> ControlMatches:
     """Match each clip to the file of its name, the folder of frames of its stem, or a video with another extension.
 
-    Further ones are named as the clip with ``_0``, ``_1`` ... added.
+    Further ones are named as the clip with ``_0``, ``_1`` ... added.  Images of these names are its reference images.
     """
     matches = ControlMatches()
     by_parent: defaultdict[PurePath, list[ImageRef]] = defaultdict(list)
@@ -195,27 +215,48 @@ def match_control_clips(clips: Sequence[ImageRef], video_dir: Path, control_dir:
         by_parent[get_relative_path(clip, video_dir).parent].append(clip)
     for parent, members in by_parent.items():
         names = [*(clip.name for clip in members), *filter(is_video_file, _list_names(video_dir / parent))]
-        numbered = _find_numbered_clips(control_dir / parent, {*map(normalize_stem, names)})
+        stems = {*map(normalize_stem, names)}
+        numbered = _find_numbered_clips(control_dir / parent, stems)
+        references = _find_references(control_dir / parent, stems)
         for clip in members:
-            _match_control_clips_of(matches, clip, control_dir / parent, numbered[normalize_stem(clip.name)])
+            stem = normalize_stem(clip.name)
+            _match_control_clips_of(matches, clip, control_dir / parent, numbered[stem], references[stem])
     return matches
 
 
+def _find_references(folder: Path, stems: Container[str]) -> Mapping[str, dict[int, list[str]]]:
+    """Find the images ``NAME``, ``NAME_0``, ``NAME_1`` ... of the clip ``NAME``, the longest of ``stems``."""
+    found: defaultdict[str, dict[int, list[str]]] = defaultdict(dict)
+    for name in list_image_names(folder) if folder.is_dir() else []:
+        stem = normalize_stem(name)
+        match = _NUMBERED_STEM.fullmatch(stem)
+        if stem in stems:
+            found[stem].setdefault(-1, []).append(name)
+        elif match and match[1] in stems:
+            found[match[1]].setdefault(int(match[2]), []).append(name)
+    return found
+
+
 def _match_control_clips_of(
-    matches: ControlMatches, clip: ImageRef, folder: Path, numbered: Mapping[int, Sequence[str]]
+    matches: ControlMatches,
+    clip: ImageRef,
+    folder: Path,
+    numbered: Mapping[int, Sequence[str]],
+    references: Mapping[int, Sequence[str]],
 ) -> None:
-    """Match a clip to its control clips in a folder, of which some are numbered."""
+    """Match a clip to its control clips in a folder, of which some are numbered, and to its reference images."""
     stem = clip.name.rpartition(".")[0] or clip.name
     names = [clip.name, stem, *(f"{stem}{extension}" for extension in VIDEO_EXTENSIONS)]
     names += [f"{stem}{extension.upper()}" for extension in VIDEO_EXTENSIONS]
     first = [name for name in names if (folder / name).exists()][:1]
-    same = [", ".join(names) for names in numbered.values() if len(names) > 1]
+    same = [", ".join(names) for found in (numbered, references) for names in found.values() if len(names) > 1]
     if same:
         matches.missing[clip] = f"has several control clips of one number in {folder}: {same[0]}; keep one of them"
-    elif not first and not numbered:
+    elif not first and not numbered and not references:
         matches.missing[clip] = f"has no control clip: no {stem}.mp4, no folder {stem}, in {folder}"
     else:
-        found = (*first, *(numbered[number][0] for number in sorted(numbered)))
+        ordered = [files[number][0] for files in (numbered, references) for number in sorted(files)]
+        found = (*first, *ordered)
         matches.controls[clip] = tuple(ImageRef(folder, name) for name in found)
 
 
@@ -371,17 +412,7 @@ def _inspect_subset(
     for file in (file for files in found.values() for file in files):
         by_folder[resolve_links(file.folder)][file] = None
     cache_directory = subset.resolve_cache_directory()
-    controls: Mapping[ImageRef, InspectedImage]
-    if clip_rule is None:
-        scan = scan_images(
-            build_image_inspector(), by_folder, lambda root: cache_directory or roots.get_cache_dir(root)
-        )
-        controls, notes = scan.images, scan.notes
-    else:
-        clips = scan_images(
-            build_clip_inspector(), by_folder, lambda root: cache_directory or roots.get_cache_dir(root)
-        )
-        controls, notes = clips.images, clips.notes
+    controls, notes = _inspect_files(by_folder, lambda root: cache_directory or roots.get_cache_dir(root), clip_rule)
     result.notes += notes
     noun, other_shape = ("image" if clip_rule is None else "clip"), []
     for image, files in found.items():
@@ -396,6 +427,7 @@ def _inspect_subset(
             for number, file in enumerate(files)
             if not (defects or inspected[image].problem or dataset.has_own_control_size)
             and not (clip_rule and clip_rule.get_control_side(number))
+            and not (clip_rule is not None and is_reference_image(file))
             and not has_same_aspect_ratio(controls[file].size, inspected[image].size)
         ]
         if shapes and subset.random_crop:
@@ -405,9 +437,12 @@ def _inspect_subset(
         if defects:
             result.problems[(*subset_key, image)] = "; ".join(defects)
         else:
-            result.controls[(*subset_key, image)] = tuple(
+            built = [
                 _build_control(file, controls[file], subset, clip_rule, number) for number, file in enumerate(files)
-            )
+            ]
+            if all(control.is_reference for control in built):
+                built.insert(0, ControlImage(image, inspected[image].size, GREY, GREY))
+            result.controls[(*subset_key, image)] = tuple(sorted(built, key=lambda control: control.is_reference))
     if other_shape:
         result.notes.append(
             f"{subset.source}: {format_count(len(other_shape), noun)} with control {noun}s of another shape, which"
@@ -415,10 +450,44 @@ def _inspect_subset(
         )
 
 
+def is_reference_image(file: ImageRef) -> bool:
+    """Whether a file beside a clip is an image, and no control clip."""
+    return is_image_file(file.name)
+
+
+def _inspect_files(
+    by_folder: Mapping[Path, Mapping[ImageRef, None]],
+    get_cache_dir: Callable[[Path], Path | None],
+    clip_rule: FrameRule | None,
+) -> tuple[Mapping[ImageRef, InspectedImage], Sequence[str]]:
+    """Inspect control images, or control clips and the reference images beside them."""
+
+    def select(*, are_images: bool) -> dict[Path, dict[ImageRef, None]]:
+        selected = {
+            folder: {file: None for file in files if (clip_rule is None or is_reference_image(file)) == are_images}
+            for folder, files in by_folder.items()
+        }
+        return {folder: files for folder, files in selected.items() if files}
+
+    found, notes = dict[ImageRef, InspectedImage](), list[str]()
+    if clips := select(are_images=False):
+        scanned = scan_images(build_clip_inspector(), clips, get_cache_dir)
+        found |= scanned.images
+        notes += scanned.notes
+    if images := select(are_images=True):
+        scan = scan_images(build_image_inspector(), images, get_cache_dir)
+        found |= scan.images
+        notes += scan.notes
+    return found, notes
+
+
 def _build_control(
     file: ImageRef, control: InspectedImage, subset: SubsetConfig, clip_rule: FrameRule | None, number: int
 ) -> ControlImage:
-    found = ControlImage(file, control.size, control.content_hash, has_alpha=subset.multiple_target)
+    is_reference = clip_rule is not None and not isinstance(control, InspectedClip)
+    found = ControlImage(
+        file, control.size, control.content_hash, has_alpha=subset.multiple_target, is_reference=is_reference
+    )
     if not isinstance(control, InspectedClip) or clip_rule is None:
         return found
     clip = replace(control.frames, conversion=subset.build_rate_conversion(clip_rule))

@@ -27,6 +27,7 @@ from .musubi_format import (
     MUSUBI_SUBSET_KEYS,
     MUSUBI_TARGET_FRAMES,
     ONE_FRAME_KEYS,
+    POSITION_KEYS,
     PUBLISHED_WINDOW,
     RENAMED_DATASET_KEYS,
     SOURCE_KEYS,
@@ -38,6 +39,7 @@ from .musubi_format import (
     find_musubi_key,
     is_musubi_dataset,
 )
+from .one_frame import OneFrame, is_list_of_positions, is_position
 from .schema import (
     DATASET_KEYS,
     DATASET_TABLE,
@@ -75,7 +77,7 @@ _EXTRA_SUBSET_KEYS = (
 )
 _INTERNAL_FIELDS = (
     *("kind", "subsets", "locations", "dataset_file", "uses_musubi_captions", "dataset_index_in_file"),
-    *("conditioning_is_control", "remote", "file_format", "keeps_all_frames"),
+    *("conditioning_is_control", "remote", "file_format", "keeps_all_frames", "one_frame"),
 )
 _MUSUBI_BUCKETS = {
     **{name: DATASET_KEYS[name].option.default for name in ("bucket_mode", "bucket_max_crop", "bucket_min_images")},
@@ -331,21 +333,22 @@ class _DatasetConfigParser:
             resolved["resolution"] = LocatedValue(MUSUBI_RESOLUTION, None)
             self.notices.append(f"{location.with_key('resolution')}: not set; musubi-tuner's is {MUSUBI_RESOLUTION}")
         self.problems += validate_dataset_keys(resolved, [subset], location, "musubi-tuner")
-        return DatasetConfig(
+        dataset = DatasetConfig(
             kind=infer_dataset_kind([subset]),
             subsets=(replace(self.build_subset_config(subset), uses_musubi_captions=True, keeps_all_frames=True),),
             dataset_index_in_file=int(key_path[-1]),
             file_format="musubi-tuner",
+            one_frame=None if is_video else self._read_one_frame(key_path, table),
             **_collect_fields(DatasetConfig, resolved, location),
         )
+        own_places = {name: self.locate((*key_path, name)).with_key(name) for name in POSITION_KEYS if name in table}
+        return replace(dataset, locations={**dataset.locations, **own_places})
 
     def _report_one_frame_keys(self, key_path: KeyPath, table: Mapping[str, Any], *, is_video: bool) -> None:
         """Name the keys of one-frame training, and the size of FramePack's sections, which is an option of the run."""
         for name in (name for name in ONE_FRAME_KEYS if name in table):
-            where, reason = (
-                self.locate((*key_path, name)).with_key(name),
-                "of one-frame training, which is not supported",
-            )
+            where = self.locate((*key_path, name)).with_key(name)
+            reason = "of one-frame training, whose positions one_frame_settings sets, and sections latent_window_size"
             if name == WINDOW_KEY and is_video:
                 reason = "the option latent_window_size sets it"
                 if (size := table[name]) != PUBLISHED_WINDOW:
@@ -353,6 +356,22 @@ class _DatasetConfigParser:
                     self.add_problem((*key_path, name), text, f"remove it, and set --latent_window_size {size}")
                     continue
             self.notices.append(f"{where}: no effect: {reason}")
+
+    def _read_one_frame(self, key_path: KeyPath, table: Mapping[str, Any]) -> OneFrame | None:
+        """Read the positions of one-frame training, which a run with --one_frame compares with its own."""
+        expected = {
+            "fp_1f_clean_indices": ("a list of integers, 0 or more", is_list_of_positions),
+            "fp_1f_target_index": ("an integer, 0 or more", is_position),
+            "fp_1f_no_post": ("true or false", lambda value: isinstance(value, bool)),
+        }
+        found = {name: table[name] for name in expected if name in table}
+        wrong = [name for name, value in found.items() if not expected[name][1](value)]
+        for name in wrong:
+            self.add_problem((*key_path, name), f"expected {expected[name][0]}, got {found[name]!r}")
+        if wrong or not found:
+            return None
+        indices = tuple(found.get("fp_1f_clean_indices", (0,)))
+        return OneFrame(found.get("fp_1f_target_index"), indices, has_post=not found.get("fp_1f_no_post", False))
 
     def parse_musubi_subset(self, key_path: KeyPath, table: Mapping[str, Any], inherited: Values) -> Values:
         """Read the only subset of a musubi-tuner dataset, whose keys are in the dataset itself."""

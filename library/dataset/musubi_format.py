@@ -36,7 +36,10 @@ VIDEO_KEYS = ("target_frames", "frame_extraction", "frame_stride", "frame_sample
 WINDOW_KEY, PUBLISHED_WINDOW = "fp_latent_window_size", 9
 """The key of the size of FramePack's sections, and the size that the published models have."""
 
-ONE_FRAME_KEYS = (WINDOW_KEY, "fp_1f_clean_indices", "fp_1f_target_index", "fp_1f_no_post")
+POSITION_KEYS = ("fp_1f_clean_indices", "fp_1f_target_index", "fp_1f_no_post")
+"""Keys of the positions of one-frame training."""
+
+ONE_FRAME_KEYS = (WINDOW_KEY, *POSITION_KEYS)
 """Keys that only FramePack and Wan read; musubi-tuner ignores them for other models."""
 
 _KEYS_OF_MUSUBI_ALONE = frozenset((*SOURCE_KEYS, *ONE_FRAME_KEYS))

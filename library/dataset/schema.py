@@ -15,6 +15,7 @@ from ..storage.remote_path import build_remote_path, is_remote_url, strip_query
 from ..storage.remote_store import RemoteSettings, RemoteStore
 from .caption_files import DEFAULT_EXTENSION
 from .clip_windows import DEFAULT_MAX_FRAMES, FrameExtraction, FrameRule, FrameSettings, RateConversion
+from .one_frame import OneFrame
 
 GENERAL_TABLE, DATASET_TABLE, SUBSET_TABLE = "[general]", "[[datasets]]", "[[datasets.subsets]]"
 DatasetFormat = Literal["sd-scripts", "musubi-tuner"]
@@ -194,6 +195,7 @@ class DatasetConfig(_LocatedKeys):
     dataset_index_in_file: int = 0  # index in the file
     control_resolution: Resolution | None = None  # the resolution of control images; None means that of their pictures
     no_resize_control: bool = False
+    one_frame: OneFrame | None = None  # musubi-tuner's keys of one-frame training, which is an option of the run
     file_format: DatasetFormat = "sd-scripts"  # whose rules sizes and buckets follow; not a key of the file
 
     @property

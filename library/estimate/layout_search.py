@@ -149,21 +149,35 @@ def find_largest_batch(plan: AnyBatchPlan, captions: Iterable[str]) -> LargestBa
     """Combine the bucket with the most pixels per micro-batch and the longest captions."""
     buckets = [bucket for bucket in plan.buckets if len(bucket.sample_indices)]
     shapes = {
-        (bucket.batch_size, (bucket.resolution, *bucket.control_resolutions), bucket.num_frames, bucket.has_sound)
+        (
+            bucket.batch_size,
+            (bucket.resolution, *bucket.control_resolutions),
+            bucket.num_frames,
+            bucket.has_sound,
+            bucket.num_references,
+        )
         for bucket in buckets
     }
     pixels_by_shape = {
         shape: shape[0] * sum(width * height for width, height in shape[1]) * shape[2] for shape in shapes
     }
     pixels = sorted(pixels_by_shape.values(), reverse=True)
-    count, (size, *control_sizes), num_frames, has_sound = max(
-        shapes, key=lambda shape: (pixels_by_shape[shape], shape[3])
+    count, (size, *control_sizes), num_frames, has_sound, num_references = max(
+        shapes, key=lambda shape: (pixels_by_shape[shape], shape[3:])
     )
     longest = sorted(set(captions), key=len, reverse=True)
     buffered_shapes = sum(pixels[:MAX_BUFFERED_SHAPES]) / pixels[0]
     captions = tuple((longest * count)[:count])
     controls = tuple(control_sizes)
-    return LargestBatch(size, captions, buffered_shapes, controls, num_frames=num_frames, has_sound=has_sound)
+    return LargestBatch(
+        size,
+        captions,
+        buffered_shapes,
+        controls,
+        num_references=num_references,
+        num_frames=num_frames,
+        has_sound=has_sound,
+    )
 
 
 def estimate_layouts(

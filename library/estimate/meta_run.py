@@ -74,6 +74,8 @@ class LargestBatch:
     """Sum over all image sizes in units of the largest; a pipeline has buffers for each."""
     control_sizes: tuple[tuple[int, int], ...] = ()
     """Width and height of each control image."""
+    num_references: int = 0
+    """How many of the control images, the last ones, are reference images of a clip."""
     can_be_split: bool = False
     """Whether ``train_batch_size`` sets it, and no dataset file."""
     num_frames: int = 1
@@ -490,9 +492,11 @@ class MetaRun:
         size_conditioning, loss_weights = torch.zeros(count, 6, device=META), torch.ones(count, device=META)
         positions, keys = tuple(range(count)), tuple(map(str, range(count)))
         fields = (None, batch.captions, size_conditioning, loss_weights, positions, keys)
-        controls = self._build_controls(pixels[:1], count, batch.control_sizes)
+        controls, cond_of_controls = self._build_controls(pixels[:1], count, batch.control_sizes, batch.num_references)
         frame_cond = {name: each.new_empty(count, *each.shape[1:]) for name, each in frame_cond.items()}
+        frame_cond |= cond_of_controls
         built = PixelBatch(*fields, moments=moments, cond=cond, control_latents=controls, frame_cond=frame_cond or None)
+        built = replace(built, num_references=batch.num_references)
         rule = self.family.frame_rule
         if not batch.has_sound or rule is None:
             return built
@@ -500,15 +504,22 @@ class MetaRun:
         return replace(built, sound=torch.empty(shape, device=META))
 
     def _build_controls(
-        self, pixels: Tensor, count: int, control_sizes: Sequence[tuple[int, int]]
-    ) -> tuple[Tensor, ...]:
+        self, pixels: Tensor, count: int, control_sizes: Sequence[tuple[int, int]], num_references: int
+    ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
         """Build what the family makes of control images of these (width, height), which is not measured."""
         if not control_sizes:
-            return ()
-        controls = [pixels.new_empty(*pixels.shape[:-2], height, width) for width, height in control_sizes]
+            return (), {}
+        first = len(control_sizes) - num_references
+        shapes = [*[pixels.shape[:-2]] * first, *[(*pixels.shape[:2], 1)] * num_references]
+        controls = [
+            pixels.new_empty(*shape, height, width)
+            for shape, (width, height) in zip(shapes, control_sizes, strict=True)
+        ]
         with torch.no_grad():
-            encoded = self.family.encode_controls(self.pipe, controls, pixels)
-        return tuple(each.new_empty(count, *each.shape[1:]) for each in encoded)
+            encoded = self.family.encode_all_controls(self.pipe, controls, pixels, num_references)
+            cond = self.family.encode_control_cond(self.pipe, controls)
+        built = tuple(each.new_empty(count, *each.shape[1:]) for each in encoded)
+        return built, {name: each.new_empty(count, *each.shape[1:]) for name, each in cond.items()}
 
     def _quantize_and_fuse(self, config: RunConfig, precision: str) -> None:
         if is_quantized_or_offloaded(config.model, config.train, self.denoiser) and not config.adapter.is_full:

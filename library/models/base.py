@@ -231,6 +231,22 @@ class Family(ABC):
         """Encode all control images of a picture, each to one tensor; by default, each by itself."""
         return tuple(self.encode_control(pipe, control, pixels) for control in controls)
 
+    def encode_control_cond(self, pipe: Any, controls: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Encode what else the denoiser gets of control images, in one row per sample; part of ``Batch.frame_cond``."""
+        return {}
+
+    def encode_references(self, pipe: Any, references: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Encode reference images of clips (B, 3, 1, height, width), each to a tensor of ``Batch.control_latents``."""
+        return tuple(self.encode_moments(pipe, image).mean_and_std[:, 0] for image in references)
+
+    def encode_all_controls(
+        self, pipe: Any, controls: Sequence[Tensor], pixels: Tensor, num_references: int
+    ) -> tuple[Tensor, ...]:
+        """Encode all control images of a picture, of which the last ``num_references`` are reference images."""
+        first = len(controls) - num_references
+        encoded = self.encode_controls(pipe, controls[:first], pixels)
+        return (*encoded, *(self.encode_references(pipe, controls[first:]) if num_references else ()))
+
     def arrange_batch(self, batch: Batch) -> Batch:
         """Arrange the latents of a batch, before noise is added, to those that the denoiser predicts."""
         return batch
@@ -280,6 +296,10 @@ class Family(ABC):
     def build_control_clip_kwargs(self, pipe: Any, clips: Sequence[Sequence[Image]]) -> dict[str, Any]:
         """Build the arguments of the diffusers pipeline's call for the control clips of a preview, in their sizes."""
         raise NotImplementedError(f"{self.facts.title} takes no control clips")
+
+    def build_reference_kwargs(self, pipe: Any, images: Sequence[Image]) -> dict[str, Any]:
+        """Build the arguments of the diffusers pipeline's call for the reference images of a clip, in its size."""
+        raise NotImplementedError(f"{self.facts.title} takes no reference images")
 
     def adapt_sampling_pipeline(self, sampling_pipe: Any) -> Any:
         """Adapt the pipeline of one preview, whose modules are shared with training, before it is called."""
@@ -339,15 +359,31 @@ class Family(ABC):
 
     def build_prompt_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
         """Build all arguments of the diffusers pipeline's call that depend on the prompt and its images."""
-        from ..dataloader.images import load_control_clips, load_frame_images, load_preview_controls
+        from ..dataloader.images import (
+            build_grey_clip,
+            load_control_clips,
+            load_frame_images,
+            load_preview_controls,
+            load_reference_images,
+        )
 
         kwargs, rule = self.build_sampling_kwargs(pipe, prompt, cond, negative_cond), self.frame_rule
         if rule is not None and self.facts.control.num_images[1]:
             size = self.facts.sampling.get_image_size(prompt.width, prompt.height)
-            clips = load_control_clips(prompt, rule, lambda number: self.get_control_clip_size(pipe, number, size))
+            has_references = self.facts.control.most_references > 0
+            clips = load_control_clips(
+                prompt,
+                rule,
+                lambda number: self.get_control_clip_size(pipe, number, size),
+                has_references=has_references,
+            )
+            if has_references and prompt.control_images:
+                kwargs |= self.build_reference_kwargs(pipe, load_reference_images(prompt, size))
+                clips = clips or [build_grey_clip(prompt, size)]
             kwargs |= self.build_control_clip_kwargs(pipe, clips)
         else:
-            kwargs |= self.build_control_kwargs(pipe, load_preview_controls(prompt))
+            images = load_preview_controls(prompt, have_alpha=self.facts.control.have_alpha)
+            kwargs |= self.build_control_kwargs(pipe, images)
         return kwargs | self.build_frame_image_kwargs(pipe, *load_frame_images(prompt))
 
     def decode_sampled_sound(self, pipe: Any, output: Any) -> SoundTrack | None:

@@ -13,6 +13,7 @@ from ..config.schema import ModelConfig
 from ..config.schema_data import CacheConfig
 from ..dataset.clip_windows import FrameRule
 from ..dataset.controls import ControlLimits
+from ..dataset.one_frame import OneFrame, parse_one_frame
 from ..demo import BUILT_IN_MODEL_DIR
 from ..errors import ConfigError, FileError
 from ..name_suggestions import suggest_name
@@ -32,7 +33,14 @@ from .checkpoint_inspection import (
     resolve_denoiser_source,
 )
 from .facts import FamilyFacts, FamilyMatch
-from .families import CONTROL_FAMILIES, EXPERT_FAMILIES, FAMILY_FACTS, IMAGE_TO_VIDEO_FAMILIES, SOUND_FAMILIES
+from .families import (
+    CONTROL_FAMILIES,
+    EXPERT_FAMILIES,
+    FAMILY_FACTS,
+    IMAGE_TO_VIDEO_FAMILIES,
+    ONE_FRAME_FAMILIES,
+    SOUND_FAMILIES,
+)
 from .model_configs import (
     ConfigReader,
     ModelError,
@@ -94,6 +102,8 @@ class DetectedModel:
     """What the model asks of the frames of clips; None: it makes images."""
     control_sides: tuple[int, ...] = ()
     """The sides in pixels of control clips that are square, by their numbers; 0: they have the size of their clip."""
+    one_frame: OneFrame | None = None
+    """The positions of one-frame training."""
     stored_formats: tuple[str, ...] = ()
     """The formats in which its files have weights of the denoiser quantized: ``fp8``, ``nf4``, ``Q4_K`` ..."""
 
@@ -141,11 +151,19 @@ def build_control_limits(model: DetectedModel, cache: CacheConfig | None = None)
     titles = [each.title for each in others if each.control.num_images[1]]
     titles += [] if are_clips else [f"{FAMILY_FACTS[name].title} with --control" for name in CONTROL_FAMILIES]
     control = facts.control
+    num_given = None if model.one_frame is None else len(model.one_frame.control_index)
     return ControlLimits(
-        *(*control.num_images, facts.title, ", ".join(titles), control.are_masks),
+        control.num_images[0] if num_given is None else num_given,
+        control.num_images[1] if num_given is None else num_given,
+        facts.title,
+        ", ".join(titles),
+        are_masks=control.are_masks,
+        have_alpha=control.have_alpha,
         group_size=control.group_size,
         are_clips=are_clips,
         are_layers=control.are_layers,
+        most_references=control.most_references,
+        reference_models=", ".join(each.title for each in others if each.control.most_references),
         rejection=report_text_images(facts) if is_rejected else None,
     )
 
@@ -396,11 +414,7 @@ def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> Detect
     """Resolve the component options and check the options of the family; all problems are raised together."""
     control, controls = model_config.control, CONTROL_FAMILIES.get(detected.family, {})
     detected = replace(detected, family=controls.get(control, detected.family))
-    if model_config.image_to_video:
-        detected = replace(detected, family=IMAGE_TO_VIDEO_FAMILIES.get(detected.family, detected.family))
-    detected = _select_expert(detected, model_config.noise_experts)
-    if model_config.train_audio:
-        detected = replace(detected, family=SOUND_FAMILIES.get(detected.family, detected.family))
+    detected = _select_expert(_select_variant(detected, model_config), model_config.noise_experts)
     facts, problems, read = get_family_facts(detected.family), list[Problem](), get_config_reader(detected)
     sources, named = {}, set[str]()
     for option in COMPONENT_OPTIONS:
@@ -450,7 +464,20 @@ def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> Detect
         component_sources={**separate, **sources},
         stored_formats=stored,
         frame_rule=rule and replace(rule, control_sides=detected.control_sides),
+        one_frame=parse_one_frame(model_config.one_frame_settings) if facts.sampling.reads_one_frame else None,
     )
+
+
+def _select_variant(detected: DetectedModel, model_config: ModelConfig) -> DetectedModel:
+    """Take the family that trains in place of the detected one, with options that say so."""
+    family = detected.family
+    if model_config.image_to_video:
+        family = IMAGE_TO_VIDEO_FAMILIES.get(family, family)
+    if model_config.one_frame:
+        family = ONE_FRAME_FAMILIES.get(family, family)
+    if model_config.train_audio:
+        family = SOUND_FAMILIES.get(family, family)
+    return replace(detected, family=family)
 
 
 def _select_expert(detected: DetectedModel, noise_experts: str) -> DetectedModel:

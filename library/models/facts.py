@@ -294,6 +294,8 @@ class SamplingFacts:
     """Width and height of the image."""
     frame_images: tuple[Literal["image_path", "end_image_path"], ...] = ()
     """The images of prompts that clips begin and end with, by the keys of prompts."""
+    reads_one_frame: bool = False
+    """Whether prompts say which frame is made, and which ones are given."""
     is_guidance_embedded: bool = False
     """Whether guidance is an input of the model alone: ``--g`` and ``--l`` both set it, and there are no negative
     prompts."""
@@ -315,8 +317,12 @@ class ControlFacts:
     """The fewest and the most control images of a picture."""
     group_size: int = 1
     """How many control images there are more of, if there are more than the fewest."""
+    most_references: int = 0
+    """The most reference images beside the control clips of a clip, which show something that appears in it."""
     have_picture_size: bool = False
     """Whether control images are as large as their picture, such as those in channels of the input."""
+    have_alpha: bool = False
+    """Whether the alpha channel of control images is read, which says what of them counts."""
     are_masks: bool = False
     """Whether the control image is a mask, whose white is painted into the picture."""
     text_tokens_per_image: int = 0

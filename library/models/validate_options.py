@@ -33,6 +33,8 @@ from ..dataloader.sample_prompts import Prompt, load_preview_prompts
 from ..dataset.clip_windows import TextImages
 from ..dataset.controls import CONTROLS_FROM_IMAGE, MASK_FROM_IMAGE
 from ..dataset.dataset_config import can_load_datasets, load_dataset_config
+from ..dataset.musubi_format import POSITION_KEYS
+from ..dataset.one_frame import OneFrame, parse_one_frame
 from ..dataset.schema import DatasetConfig, SubsetConfig
 from ..dataset.validate import find_clips_for_image_models, validate_resolution_multiple
 from ..diffusion.expert_selection import HIGH_NOISE, LOW_NOISE, TYPICAL_TOKENS
@@ -180,6 +182,8 @@ def _validate_datasets(data: DataConfig, cache: CacheConfig, model: DetectedMode
         yield from find_clips_for_image_models(parsed.datasets, facts.title, list_video_models())
     if facts.control.have_picture_size or facts.control.are_layers:
         yield from _find_other_control_sizes(parsed.datasets, facts)
+    if model.one_frame is not None:
+        yield from _find_other_positions(parsed.datasets, model.one_frame)
     limits = build_control_limits(model)
     for subset in subsets:
         key = subset.control_key or ("control_from_image" if subset.control_from_image else None)
@@ -199,6 +203,19 @@ def _validate_datasets(data: DataConfig, cache: CacheConfig, model: DetectedMode
             yield from [subset.report("control_from_image", *reason)] if reason else []
         if facts.text_images != "none" and cache.caches_text_outputs:
             yield from _find_random_controls(subset, facts.text_images)
+
+
+def _find_other_positions(datasets: Sequence[DatasetConfig], trained: OneFrame) -> Iterator[Problem]:
+    """Find datasets of musubi-tuner with other positions of one-frame training than the run has."""
+    for dataset in datasets:
+        if dataset.one_frame is None:
+            continue
+        # Frames that are compressed are an option of the run in musubi-tuner, too.
+        given = replace(dataset.one_frame, has_2x=trained.has_2x, has_4x=trained.has_4x)
+        if given != trained:
+            text = f"positions of one-frame training are an option of the run ({trained.format()}), for all datasets"
+            key = next(name for name in POSITION_KEYS if name in dataset.locations)
+            yield dataset.report(key, text, f"set --one_frame_settings '{given.format()}'")
 
 
 def _find_other_control_sizes(datasets: Sequence[DatasetConfig], facts: FamilyFacts) -> Iterator[Problem]:
@@ -274,19 +291,30 @@ def validate_prompts(prompts: Sequence[Prompt], model: DetectedModel) -> Iterato
 def _validate_prompt(prompt: Prompt, model: DetectedModel) -> Iterator[Problem]:
     facts = get_family_facts(model.family)
     title = facts.title
-    takes_clips = facts.pipeline.frames is not None and not prompt.control_images
+    limits, has_references = build_control_limits(model), facts.control.most_references > 0
+    if prompt.one_frame is not None:
+        if facts.sampling.reads_one_frame:
+            count = len(parse_one_frame(prompt.one_frame).control_index)
+            limits = replace(limits, fewest=count, most=count)
+        else:
+            yield prompt.report("one_frame", f"{title} is not run with --one_frame", "leave it out")
+    references = prompt.control_images if has_references else ()
+    num_controls = len(prompt.control_clips) + (0 if has_references else len(prompt.control_images))
+    takes_clips = facts.pipeline.frames is not None and (has_references or not prompt.control_images)
     key = "control_video_path" if takes_clips else "control_image_path"
     if prompt.control_clips and facts.pipeline.frames is None:
         text = f"{title} takes no control clips; control images of editing models are set with --ci"
         yield prompt.report("control_video_path", text, "leave it out")
-    elif prompt.control_clips and prompt.control_images:
+    elif problem := limits.describe_reference_problem(len(references)):
+        yield prompt.report("control_image_path", problem)
+    elif references and not num_controls:
+        pass  # a grey clip is the control
+    elif prompt.control_clips and prompt.control_images and not has_references:
         text = "which of them is the mask is unknown: control images and control clips are both set"
         yield prompt.report("control_video_path", text, "give both as clips; a folder with one image is one")
     elif facts.control.are_layers and len(prompt.control_images) != 1:
         yield prompt.report(key, f"{title} makes the layers of one image, not {len(prompt.control_images)}", "use --ci")
-    elif not facts.control.are_layers and (
-        problem := build_control_limits(model).describe_problem(len(prompt.control_images) + len(prompt.control_clips))
-    ):
+    elif not facts.control.are_layers and (problem := limits.describe_problem(num_controls)):
         yield prompt.report(key, problem)
     elif prompt.control_from_image and (reason := _describe_wrong_condition(prompt.control_from_image, facts)):
         yield prompt.report("control_from_image", *reason)
@@ -350,7 +378,8 @@ def _validate_frames(prompt: Prompt, model: DetectedModel) -> Iterator[Problem]:
             yield prompt.report(key, text, f"give one with {flag}")
     ends = {"image_path": prompt.first_image, "end_image_path": prompt.last_image}
     for key, word in (("image_path", "begin"), ("end_image_path", "end")):
-        if ends[key] is not None and key not in facts.sampling.frame_images:
+        is_seen = facts.sampling.reads_one_frame and key == "image_path"
+        if ends[key] is not None and key not in facts.sampling.frame_images and not is_seen:
             takes_images = build_control_limits(model).most and rule is None
             fix = "use --ci for a control image" if takes_images else "leave it out"
             yield prompt.report(key, f"what {facts.title} makes cannot {word} with an image", fix)

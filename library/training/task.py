@@ -281,7 +281,8 @@ class DiffusionTask:
         size = tuple(pixel_batch.size_conditioning[0, -2:].tolist())
         controls = [each.shape[-2:] for each in pixel_batch.control_pixels or pixel_batch.control_latents]
         frames = pixel_batch.frame_shape, pixel_batch.sound is None
-        return len(pixel_batch), size, frames, tuple(controls), pixel_batch.mask is None, text
+        shapes = tuple(controls), pixel_batch.num_references
+        return len(pixel_batch), size, frames, shapes, pixel_batch.mask is None, text
 
     def _compute_text_length(self, pixel_batch: PixelBatch) -> int:
         """Compute the padded length of the longest text, without encoding it."""
@@ -309,6 +310,7 @@ class DiffusionTask:
 
     def _build_batch(self, pixel_batch: PixelBatch, cond: Cond, step: int) -> Batch:
         moments, frame_cond = self._encode_images(pixel_batch)
+        frame_cond |= self._encode_control_cond(pixel_batch)
         latents = moments.sample(self.build_generators(Purpose.LATENT_SAMPLE, step, pixel_batch.global_positions))
         size_conditioning = self.to_device(pixel_batch.size_conditioning)
         loss_weights = self.to_device(pixel_batch.loss_weights)
@@ -348,6 +350,14 @@ class DiffusionTask:
                 parts.append(self.family.encode_frame_cond(self.pipe, pixels, encoded))
         return Moments(torch.cat(moments)), {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
+    def _encode_control_cond(self, pixel_batch: PixelBatch) -> dict[str, Tensor]:
+        """Encode what else the denoiser gets of control images; with cached latents it is cached, too."""
+        if not pixel_batch.control_pixels:
+            return {}
+        controls = [normalize_pixels(self.to_device(each)) for each in pixel_batch.control_pixels]
+        with torch.autocast(self.to_device.device.type, enabled=False):
+            return self.family.encode_control_cond(self.pipe, controls)
+
     def _encode_controls(self, pixel_batch: PixelBatch) -> tuple[Tensor, ...]:
         """Encode control images, unless they are cached; diffusers' pipelines draw no samples of them either."""
         if pixel_batch.control_latents:
@@ -362,7 +372,8 @@ class DiffusionTask:
         with torch.autocast(self.to_device.device.type, enabled=False):  # the VAE overflows in half precision
             for part in zip(*(torch.split(each, self.vae_batch_size) for each in every), strict=True):
                 pixels, *controls = (normalize_pixels(self.to_device(each)) for each in part)
-                encoded.append(self.family.encode_controls(self.pipe, controls, pixels))
+                count = pixel_batch.num_references
+                encoded.append(self.family.encode_all_controls(self.pipe, controls, pixels, count))
         return tuple(map(torch.cat, zip(*encoded, strict=True)))
 
     def encode_moments(self, pixels: Tensor | None) -> Moments:

@@ -151,6 +151,7 @@ class BatchShape(NamedTuple):
     control_sizes: tuple[tuple[int, int], ...] = ()
     num_frames: int = 1
     frame_rule: FrameRule | None = None
+    num_references: int = 0
 
     @property
     def num_pixels(self) -> int:
@@ -173,6 +174,7 @@ def list_batch_shapes(plan: MicroBatchSchedule, frame_rule: FrameRule | None = N
             control_sizes=bucket.control_resolutions,
             num_frames=bucket.num_frames,
             frame_rule=frame_rule and frame_rule.select_sound(has_sound=bucket.has_sound),
+            num_references=bucket.num_references,
         )
         for bucket in plan.buckets
     }

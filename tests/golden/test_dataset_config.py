@@ -402,7 +402,9 @@ caption_extension = ".cap"
     assert (dataset.batch_size, dataset.enable_bucket, dataset.bucket_no_upscale) == (3, False, True)
     assert (subset.num_repeats, subset.normalized_caption_extensions) == (4, (".cap",))
     frames = ("fp_latent_window_size", "fp_1f_clean_indices", "fp_1f_target_index", "fp_1f_no_post")
-    reading = read(tmp_path, text + "".join(f"{name} = 1\n" for name in frames) + "multiple_target = false\n")
+    values = dict(zip(frames, ("1", "[0]", "1", "true"), strict=True))
+    one_frame = "".join(f"{name} = {value}\n" for name, value in values.items())
+    reading = read(tmp_path, f"{text}{one_frame}multiple_target = false\n")
     assert reading.require_valid()[0].subsets == (subset,)
     assert [notice.split(": ")[1:3] for notice in reading.notices[:-1]] == [[name, "no effect"] for name in frames]
     unsupported = ("skip_corrupted_cache",)

@@ -1225,8 +1225,8 @@ def encode_control_clips(family: Any, pipe: Any, clips: Sequence[Sequence[Image.
     return tuple(each.expand(2, *each.shape[1:]) for each in encoded)
 
 
-class RepeatedVACE(diffusers.WanVACEPipeline):
-    """The pipeline of VACE, which takes one text and one clip at a time, with the same conditions for all rows."""
+class RepeatedVACE:
+    """The pipeline of VACE, of which this is a base, which takes one text and one clip at a time, with the same conditions for all rows."""
 
     num_rows = 1
 
@@ -1246,7 +1246,8 @@ class RepeatedVACE(diffusers.WanVACEPipeline):
 
 def wan_vace() -> TinyCase:
     tiny, ((image,),) = wan("wan_vace"), draw_control_clips(1, 1)
-    tiny.pipe.__class__ = copy_class_name(RepeatedVACE, diffusers.WanVACEPipeline)
+    pipeline_class = type("Repeated", (RepeatedVACE, type(tiny.pipe)), {})
+    tiny.pipe.__class__ = copy_class_name(pipeline_class, diffusers.WanVACEPipeline)
     latents = encode_control_clips(FAMILIES.get("wan_vace")(), tiny.pipe, [[image]])
     arguments = {"video": [image]}
     return replace(
@@ -1256,6 +1257,7 @@ def wan_vace() -> TinyCase:
         sizes={**tiny.sizes, **arguments},
         texts={**tiny.texts, **arguments},
         controls=(image,),
+        has_control_clips=True,
         encodes_prompts_alone=True,
         blocks=("WanVACETransformerBlock",),
         untrained=r".*\.proj_(in|out)$",

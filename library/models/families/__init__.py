@@ -123,6 +123,9 @@ IMAGE_TO_VIDEO_FAMILIES: Mapping[str, str] = {
 }
 """The family that trains with ``--image_to_video`` in place of each of these."""
 
+ONE_FRAME_FAMILIES: Mapping[str, str] = {"framepack": f"{__package__}.framepack_one_frame:FramePackOneFrame"}
+"""The family that trains with ``--one_frame`` in place of each of these."""
+
 SOUND_FAMILIES: Mapping[str, str] = {
     "ltx2": f"{__package__}.ltx2:LTX2WithSound",
     IMAGE_TO_VIDEO_FAMILIES["ltx2"]: f"{__package__}.ltx2:LTX2FromImageWithSound",

@@ -114,7 +114,7 @@ FACTS = replace(
     options=replace(
         TEXT_FACTS.options,
         components={**TEXT_FACTS.options.components, "image_encoder": "image_encoder"},
-        extra=("guidance_scale", "f1", "latent_window_size"),
+        extra=("guidance_scale", "f1", "latent_window_size", "one_frame", "one_frame_settings"),
         validate=_find_f1_mistakes,
         network=NetworkFacts(modules=("networks.lora_framepack",)),
     ),

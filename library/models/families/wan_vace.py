@@ -2,6 +2,9 @@
 
 Its blocks for the control run before those of Wan, whose hidden states they change.  They get the latents of what the
 mask leaves of the control clip, those of what it paints, and the mask itself; without a mask, all is painted.
+
+Reference images are latent frames before those of the clip, in the control and in what is denoised: the transformer
+learns to make them, too, as in DiffSynth-Studio and VideoX-Fun, and the pipeline drops them.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...adapters.original_module_names import KeyStyle
+from ...registry import copy_class_name
 from ..base import BaseModelInfo
 from ..facts import ControlFacts, FamilyMatch, FamilyOptions, TrainerNames
 from ..family_noise_levels import TrainingNoiseFacts
@@ -27,6 +31,8 @@ if TYPE_CHECKING:
 
 MASK_FACTOR = 8
 """Pixels per latent of a mask, each of which is a channel."""
+MOST_REFERENCES = 4
+"""The most reference images, as in VideoX-Fun's training."""
 _CONTROL_PROJECTIONS = {"proj_in": "before_proj", "proj_out": "after_proj"}
 
 
@@ -100,10 +106,10 @@ FACTS = replace(
             **dict.fromkeys(("pp", "cp"), "its blocks for the control pass their states to several others"),
         },
     ),
-    control=ControlFacts(num_images=(1, 2), have_picture_size=True),
+    control=ControlFacts(num_images=(1, 2), most_references=MOST_REFERENCES, have_picture_size=True),
     training_noise=TrainingNoiseFacts(shift=WAN_FACTS.training_noise.shift, reason="as Wan 2.1"),
     options=FamilyOptions(components=WAN_FACTS.options.components),
-    notes="from a control clip, and a mask over time; LoRA of the blocks for the control",
+    notes="from a control clip, a mask over time, and reference images; LoRA of the blocks for the control",
 )
 
 
@@ -112,6 +118,9 @@ class WanVACE(Wan):
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         return BaseModelInfo("wan_vace", "wan2.1-vace")
+
+    def get_pipeline_class(self) -> Any:
+        return _build_pipeline_class()
 
     def encode_controls(self, pipe: Any, controls: Sequence[Tensor], pixels: Tensor) -> tuple[Tensor, ...]:
         """Encode what the mask leaves of the control clip and what it paints, behind each other; then the mask."""
@@ -127,18 +136,39 @@ class WanVACE(Wan):
         latents = torch.cat([self.encode_moments(pipe, part).mean_and_std[:, 0] for part in parts], dim=1)
         return (latents, _fold_mask(mask, latents.shape[2])) if masks else (latents,)
 
+    def arrange_batch(self, batch: Batch) -> Batch:
+        """Put the latents of reference images before those of the clip; its mask does not hide them."""
+        import torch
+
+        references, mask = _select_references(batch), batch.mask
+        if not references:
+            return batch
+        latents = torch.cat([*references, batch.latents], dim=2)
+        if mask is not None:
+            size = len(mask), 1, batch.latents.shape[2], *mask.shape[2:]
+            frames = mask.new_ones(len(mask), 1, len(references), *mask.shape[2:])
+            mask = torch.cat([frames, mask.unsqueeze(2).expand(size)], dim=2)
+        return replace(batch, latents=latents, mask=mask)
+
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         import torch
 
         from ..text_encoding import pad_text_embeds
 
-        clip, *masks = batch.control_latents
+        references = _select_references(batch)
+        clip, *masks = batch.control_latents[: len(batch.control_latents) - len(references)]
         mask = masks[0] if masks else clip.new_ones(len(clip), MASK_FACTOR**2, *clip.shape[2:])
+        control = torch.cat([clip, mask], dim=1)
+        if references:
+            # Of a reference image nothing is painted, and its mask is 0.
+            frames = torch.cat(references, dim=2)
+            rest = frames.new_zeros(len(frames), control.shape[1] - frames.shape[1], *frames.shape[2:])
+            control = torch.cat([torch.cat([frames, rest], dim=1), control], dim=2)
         predicted: Tensor = denoiser(
             hidden_states=noisy_latents,
             timestep=timesteps,
             encoder_hidden_states=pad_text_embeds(batch.cond["embeds"], WAN_TEXT_TOKENS)[0],
-            control_hidden_states=torch.cat([clip, mask], dim=1).to(noisy_latents),
+            control_hidden_states=control.to(noisy_latents),
             control_hidden_states_scale=noisy_latents.new_ones(len(pipe.transformer.config.vace_layers)),
             return_dict=False,
         )[0]
@@ -146,6 +176,31 @@ class WanVACE(Wan):
 
     def build_control_clip_kwargs(self, pipe: Any, clips: Sequence[Sequence[Image]]) -> dict[str, Any]:
         return dict(zip(("video", "mask"), map(list, clips), strict=False))
+
+    def build_reference_kwargs(self, pipe: Any, images: Sequence[Image]) -> dict[str, Any]:
+        """diffusers puts each reference image before the others, so it gets the last one first."""
+        return {"reference_images": list(images)[::-1]}
+
+
+def _select_references(batch: Batch) -> tuple[Tensor, ...]:
+    """Select the latents of reference images, which alone have as many channels as those of the clip."""
+    return tuple(each for each in batch.control_latents if each.shape[1] == batch.latents.shape[1])
+
+
+def _build_pipeline_class() -> Any:
+    """diffusers' pipeline, which returns the latents of the clip without those of reference images."""
+    from diffusers import WanVACEPipeline
+
+    pipeline: Any = WanVACEPipeline
+
+    class ReferencePipeline(pipeline):  # type: ignore[misc]
+        def __call__(self, *args: Any, reference_images: Any = None, **kwargs: Any) -> Any:
+            result = super().__call__(*args, reference_images=reference_images, **kwargs)
+            if kwargs.get("output_type") != "latent" or not reference_images:
+                return result
+            return type(result)(frames=result.frames[:, :, len(reference_images) :])
+
+    return copy_class_name(ReferencePipeline, WanVACEPipeline)
 
 
 def _fold_mask(mask: Tensor, num_frames: int) -> Tensor:

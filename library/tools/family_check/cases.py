@@ -87,6 +87,8 @@ class TinyCase:
     """Tolerances of the prediction, where the family gives the denoiser the same numbers in another shape."""
     controls: tuple[Image, ...] = ()
     """The control images that the text encoder reads with each prompt."""
+    has_control_clips: bool = False
+    """Whether previews get these as control clips, of one frame each."""
     frame_images: tuple[Image, ...] = ()
     """The images that the clip begins and ends with, in the order of ``sampling.frame_images``."""
     captions: tuple[str, str] = ("a red circle on white ground", "Blau, 7")

@@ -21,14 +21,18 @@ from .checks import call_pipeline, get_images
 def build_preview_prompt(case: TinyCase, text: str, negative: str = "", **options: Any) -> Iterator[Prompt]:
     """Build a prompt in the size of the case; the files of its control images exist inside the block."""
     with tempfile.TemporaryDirectory() as folder:
-        paths = [Path(folder, f"control{number}.png") for number in range(len(case.controls))]
+        clips = [Path(folder, f"clip{number}") for number in range(len(case.controls) * case.has_control_clips)]
+        paths = [path / "frame.png" for path in clips]
+        paths = paths or [Path(folder, f"control{number}.png") for number in range(len(case.controls))]
         for path, image in zip(paths, case.controls, strict=True):
+            path.parent.mkdir(exist_ok=True)
             image.save(path)
+        controls = {"control_clips": tuple(clips)} if clips else {"control_images": tuple(paths)}
         ends = dict(zip(("first_image", "last_image"), case.frame_images, strict=False))
         for name, image in ends.items():
             image.save(Path(folder, f"{name}.png"))
         frames = {"num_frames": case.num_frames} if case.num_frames > 1 else {}
-        settings = {**case.size_arguments, **frames, "control_images": tuple(paths), **options}
+        settings = {**case.size_arguments, **frames, **controls, **options}
         yield Prompt(text, negative, **{**settings, **{name: Path(folder, f"{name}.png") for name in ends}})
 
 

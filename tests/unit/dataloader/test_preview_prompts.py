@@ -112,7 +112,8 @@ def test_all_errors_of_a_text_file_are_reported_at_once_with_line_numbers(tmp_pa
         ":3: --widht: unknown option; use --n negative_prompt, --w width, --h height, --d seed, "
         "--s sample_steps, --l scale, --ss sample_sampler, --g guidance_scale, --cn control_video_path, --fs flow_shift,"
         " --ci control_image_path,"
-        " --cf control_from_image, --f frame_count, --fps fps, --i image_path, --ei end_image_path, --am network_multiplier",
+        " --cf control_from_image, --f frame_count, --fps fps, --i image_path, --ei end_image_path, --of one_frame,"
+        " --am network_multiplier",
         ":4: --s: expected an integer, got 'many'",
         ":4: --l: expected a number of at least 0, got inf",
         ":5: --fs: expected a number above 0, got 0",
@@ -138,7 +139,6 @@ def test_the_keys_of_musubi_tuner_for_clips_are_taken(tmp_path):
     ]
     one_frame = "b --i no.png --ei none.png --of target_index=1,control_index=0;2 --f 0\n"
     assert problems(tmp_path, "p.txt", one_frame) == [
-        ":1: --of: one-frame inference (FramePack, Wan I2V) is not supported; --f 1 makes an image",
         ":1: --f: expected at least 1, got 0",
     ]
     assert problems(tmp_path, "p.txt", "b --i no.png --ei none.png\n") == [
@@ -376,7 +376,7 @@ def test_a_control_clip_of_a_preview_is_found_checked_and_only_for_models_that_t
     assert "Wan 2.1 VACE needs 1 control clip for each clip, not 0" in reasons["wan_vace"][0]
     Image.new("RGB", (32, 32)).save(tmp_path / "mask.png")
     (both,) = read(tmp_path, "p.txt", "a --cn pose.mp4 --ci mask.png\n")
-    (problem,) = validate_prompts([both], detect_model("random:wan_vace:tiny"))
+    (problem,) = validate_prompts([both], detect_model("random:wan_fun_control:tiny"))
     assert "which of them is the mask is unknown" in str(problem)
     assert "Wan 2.1 takes no control clips; Wan 2.1 VACE" in reasons["wan"][0]
     assert "FLUX.1 takes no control clips; control images of editing models are set with --ci" in reasons["flux"][0]

@@ -96,6 +96,12 @@ def test_a_step_of_one_of_two_experts_or_with_blocks_for_a_control_counts_the_bl
     config, _, detected = load_config(*model)
     controls = ((64, 64),) * (name == "wan_vace")
     run = MetaRun(config, detected, LargestBatch((64, 64), ("a clip",), control_sizes=controls, num_frames=5))
+    if name == "wan_vace":
+        with_references = LargestBatch(
+            (64, 64), ("a clip",), control_sizes=controls * 3, num_references=2, num_frames=5
+        )
+        longer = MetaRun(config, detected, with_references).step
+        assert longer.blocks[0].flops > 1.5 * run.step.blocks[0].flops, "four latent frames, and two without references"
     again = run.run_again(load_config(*model, "--gradient_checkpointing")[0])
     assert len(run.step.blocks) == len(again.step.blocks) == count
     assert all(part.saved > 0 and part.flops > 0 for part in run.step.blocks)
