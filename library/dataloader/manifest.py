@@ -173,6 +173,7 @@ _FINGERPRINT_ADDED = {
     "no_resize_control": False,
     "control_from_image": None,
     "multiple_target": False,
+    "one_frame": None,
     "file_format": "sd-scripts",
 }
 """Fields that are in the fingerprint only where they are set: checkpoints of the last release do not know them."""
