@@ -7,7 +7,7 @@
 # make web        the page in the browser
 # make test       linter, types and the quick tests: before every commit
 # make test-slow  the other tests, and the types of code for Windows and macOS
-# make test-daily  a sixth of test-slow, another one each day
+# make test-daily  an eighth of test-slow, another one each day
 # make test-pairs today's slice of the runs in which every pair of settings is
 # make test-windows  the quick tests by the rules of Windows
 # make test-programs  those of benchmarks/

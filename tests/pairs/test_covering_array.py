@@ -51,3 +51,13 @@ def test_a_pair_that_is_refused_with_every_third_setting_is_told_as_unreached():
     array = CoveringArray([3, 3, 2], lambda row: "refused" if row[0] == 2 and row[1] == 2 and row[2] in (0, 1) else "")
     rows = list(array.iter_rows())
     assert array.pairs - list_pairs(rows) == array.refused_pairs | array.unreached == {frozenset({(0, 2), (1, 2)})}
+
+
+def test_a_pair_that_was_given_up_and_is_in_a_later_row_is_not_told_as_unreached():
+    refused = ({(1, 0), (2, 3)}, {(3, 1), (0, 0)})
+    array = CoveringArray(
+        [2, 2, 4, 2], lambda row: "refused" if any(each <= set(enumerate(row)) for each in refused) else ""
+    )
+    pairs = list_pairs(array.iter_rows())
+    assert {(2, 3), (3, 1)} in pairs
+    assert array.pairs - pairs == array.refused_pairs | array.unreached

@@ -54,6 +54,7 @@ def build_case(**settings):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -94,3 +95,5 @@ def test_every_pair_that_is_not_refused_is_in_some_row(workspace):
     covered = {frozenset(pair) for row in stored.rows for pair in itertools.combinations(enumerate(row), 2)}
     assert array.pairs - covered == stored.refused_pairs | stored.unreached
     assert not covered & stored.refused_pairs
+    settings = {(factor, value) for factor, size in enumerate(array.sizes) for value in range(size)}
+    assert settings == {setting for row in stored.rows for setting in enumerate(row)}, "a value is never allowed"

@@ -64,15 +64,12 @@ class CoveringArray:
             if problem := self.find_problem(row):
                 self._learn_refusal(row, problem)
                 continue
-            self.rows.append(row)
-            self._close(map(frozenset, itertools.combinations(enumerate(row), 2)))
-            yield row
+            yield self._add_row(row)
         for settings in [settings for settings in self.refused if len(settings) == 2]:
             if (row := self._find_other_context(settings)) is not None:
                 del self.refused[settings]
                 self._refused_bits.remove(self._encode(settings))
-                self.rows.append(row)
-                yield row
+                yield self._add_row(row)
 
     @property
     def refused_pairs(self) -> set[frozenset[Setting]]:
@@ -85,6 +82,14 @@ class CoveringArray:
 
     def _count_open_pairs(self, setting: Setting) -> int:
         return self._partners[setting[0]][setting[1]].bit_count()
+
+    def _add_row(self, row: Row) -> Row:
+        """Note a row and what it covers, which may be a pair that was given up before."""
+        pairs = [frozenset(pair) for pair in itertools.combinations(enumerate(row), 2)]
+        self.rows.append(row)
+        self.unreached.difference_update(pairs)
+        self._close(iter(pairs))
+        return row
 
     def _close(self, pairs: "Iterator[frozenset[Setting]]") -> None:
         for pair in pairs:

@@ -1,7 +1,7 @@
 """A part of the slow tests and of the rows of parametrized ones, another one each day.
 
 Rows prove one invariant of many families, layouts or files, and many tests train in several processes.  All of them in
-each run of continuous integration would take more than an hour; it has a sixth each day, so all of them in six days,
+each run of continuous integration would take more than an hour; it has an eighth each day, so all of them in eight days,
 and ``make test-slow`` has all at once.
 """
 

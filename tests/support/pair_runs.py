@@ -52,6 +52,8 @@ MAX_AMPLIFIED_DIFFERENCE = 1e-4
 """The same for models that amplify rounding: up to twice the difference that halved batches make in one process."""
 MAX_LOSS_DIFFERENCE = 1e-4
 MAX_PIXEL_DIFFERENCE = 3
+PICTURE_INPUTS = ("controls", "layers")
+"""What pictures may have beside themselves, by the model."""
 MERGED_FLAGS = ("--network_args", "--optimizer_args")
 """Flags that several values of a row may have, each with arguments of its own."""
 
@@ -126,10 +128,11 @@ class Case:
                     del words[start:end]
             flags += words
         flags += [word for flag, words in merged.items() if words for word in (flag, *words)]
-        takes_controls = workspace.takes_controls(self.values["family"])
-        flags += ["--dataset_config", str(workspace.write_dataset(self.data_kinds, takes_controls))]
+        family = self.values["family"]
+        kinds = self.data_kinds | workspace.find_inputs(family)
+        flags += ["--dataset_config", str(workspace.write_dataset(kinds))]
         if "prompts" in self.data_kinds:
-            flags += ["--sample_prompts", str(workspace.write_prompts(takes_controls))]
+            flags += ["--sample_prompts", str(workspace.find_prompts(family))]
         return flags
 
 
@@ -139,32 +142,52 @@ class Workspace:
 
     folder: Path
     references: dict[tuple[Any, ...], Path] = field(default_factory=dict)
-    control_families: dict[str, bool] = field(default_factory=dict)
+    inputs: dict[str, frozenset[str]] = field(default_factory=dict)
+    prompts: dict[str, Path] = field(default_factory=dict)
 
-    def takes_controls(self, family: Value) -> bool:
-        """Whether pictures may have control images for this model: then they have them."""
-        if family.name not in self.control_families:
-            data = self.write_dataset(frozenset(), has_controls=True)
-            loaded = load_settings(["--dataset_config", str(data), *family.flags])
-            self.control_families[family.name] = not find_settings_problems(loaded)
-        return self.control_families[family.name]
+    def find_inputs(self, family: Value) -> frozenset[str]:
+        """Find what pictures have beside themselves for this model: ``controls``, ``layers``, or nothing."""
+        if family.name not in self.inputs:
+            kinds = (frozenset({kind}) for kind in PICTURE_INPUTS)
+            self.inputs[family.name] = next((kind for kind in kinds if self._takes(family, kind)), frozenset())
+        return self.inputs[family.name]
 
-    def write_dataset(self, kinds: frozenset[str], has_controls: bool) -> Path:
+    def _takes(self, family: Value, kinds: frozenset[str]) -> bool:
+        loaded = load_settings(["--dataset_config", str(self.write_dataset(kinds)), *family.flags])
+        return not find_settings_problems(loaded)
+
+    def write_dataset(self, kinds: frozenset[str]) -> Path:
         """Write the dataset file for these kinds of data, unless it is there."""
-        names = sorted(kinds - {"prompts"}) + ["controls"] * has_controls
+        names = sorted(kinds - {"prompts"})
         folder = self.folder / "_".join(["data", *names])
         if not folder.exists():
             _write_dataset(folder, names)
         return folder / "dataset.toml"
 
-    def write_prompts(self, has_controls: bool) -> Path:
-        """Write a file of two prompts, with control images if the model needs them."""
-        path = self.folder / f"prompts{'_controls' * has_controls}.txt"
+    def find_prompts(self, family: Value) -> Path:
+        """Find the file of two prompts that this model accepts, with the images that it needs."""
+        if family.name not in self.prompts:
+            inputs = self.find_inputs(family)
+            paths = [self._write_prompts(inputs, key) for key in ("--ci" if inputs else "", "--i")]
+            self.prompts[family.name] = next((path for path in paths if self._samples(family, path)), paths[0])
+        return self.prompts[family.name]
+
+    def _samples(self, family: Value, prompts: Path) -> bool:
+        data = self.write_dataset(self.find_inputs(family))
+        words = ["--dataset_config", str(data), "--sample_prompts", str(prompts), "--sample_every_n_steps", "2"]
+        return not find_settings_problems(load_settings([*words, *family.flags]))
+
+    def _write_prompts(self, inputs: frozenset[str], image_key: str) -> Path:
+        """Write a file of two prompts, with an image by this key if there is one."""
+        path = self.folder / ("_".join(["prompts", *sorted(inputs), image_key.strip("-")]) + ".txt")
         if not path.exists():
-            data = self.write_dataset(frozenset(), has_controls).parent
-            control = f" --ci {data / 'controls' / '01.png'}" if has_controls else ""
+            data = self.write_dataset(inputs).parent
+            image = data / ("controls" if "controls" in inputs else "images") / "01.png"
+            images = f" {image_key} {image}" if image_key else ""
             sizes = ("--w 96 --h 64 --d 1 --s 2 --l 3", "--n red --w 64 --h 96 --d 2 --s 2 --l 3")
-            path.write_text("".join(f"a red circle {size}{control}\n" for size in sizes))
+            if "layers" in inputs:  # as large as the image
+                sizes = ("--f 2 --d 1 --s 2 --l 3", "--n red --f 1 --d 2 --s 2 --l 3")
+            path.write_text("".join(f"a red circle {size}{images}\n" for size in sizes))
         return path
 
     def clear(self) -> None:
@@ -176,6 +199,7 @@ def _write_dataset(folder: Path, kinds: Sequence[str]) -> None:
     """Write two buckets, of which each divides into whole steps, and images that are held out."""
     path = write_images(folder, {(96, 64): 2 * GLOBAL_BATCH, (64, 96): GLOBAL_BATCH})
     text = path.read_text().rpartition("[[datasets.subsets]]")[0]
+    text = text.replace("bucket_reso_steps = 16", "bucket_reso_steps = 32")  # a step that every model has
     text += _write_subset(folder, kinds)
     if "validation" in kinds:
         held_out = folder / "held_out"
@@ -186,6 +210,17 @@ def _write_dataset(folder: Path, kinds: Sequence[str]) -> None:
             ImageChops.offset(Image.open(file), 7, 5).save(file)
         text += _write_subset(held_out, kinds) + "validation_split = 1.0\n"
     path.write_text(text)
+    if "layers" in kinds:
+        for file in sorted(folder.rglob("images/*.png")):
+            _write_layers(file)
+
+
+def _write_layers(file: Path) -> None:
+    """Write two layers of a picture beside it."""
+    picture = Image.open(file).convert("RGB")
+    for number in range(2):
+        picture.putalpha(Image.linear_gradient("L").rotate(90 * number).resize(picture.size))
+        picture.save(file.with_name(f"{file.stem}_{number}.png"))
 
 
 def _write_subset(folder: Path, kinds: Sequence[str]) -> str:
@@ -195,6 +230,7 @@ def _write_subset(folder: Path, kinds: Sequence[str]) -> str:
         if kind in kinds:
             (folder / kind).mkdir()
             lines.append(f"{key} = '{folder / kind}'")
+    lines += ["multiple_target = true"] if "layers" in kinds else []
     for number, file in enumerate(sorted((folder / "images").glob("*.png"))):
         image = Image.open(file).convert("RGB")
         gradient = Image.linear_gradient("L").resize(image.size).rotate(90 * (number % 4))

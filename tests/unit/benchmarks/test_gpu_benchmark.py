@@ -177,6 +177,7 @@ def test_a_section_that_did_not_end_replaces_no_result_with_more_measurements(ch
 # what is not measured
 
 
+@pytest.mark.slow
 def test_memory_that_does_not_suffice_is_the_note_of_one_variant(tmp_path, monkeypatch):
     def measure(argv, folder, turn):
         if "cudnn" in argv:
@@ -253,6 +254,7 @@ def test_the_first_model_is_gone_before_the_compiled_one_is_built(tmp_path):
     assert left == [False] and 0 < share < 1
 
 
+@pytest.mark.slow
 def test_memory_options_are_compared_to_the_faster_baseline_of_the_first_and_the_last(tmp_path, monkeypatch):
     class Pool:
         def submit(self, function, options):
@@ -272,6 +274,7 @@ def test_memory_options_are_compared_to_the_faster_baseline_of_the_first_and_the
     assert "baseline_again: step" in measured and "baseline: step / baseline" not in measured
 
 
+@pytest.mark.slow
 def test_models_are_trained_within_cards_with_the_first_advised_options_of_one_device(tmp_path, monkeypatch):
     def advise(limit):
         names = {"ZeRO 3": "--zero_stage 3", "one device": "--gradient_checkpointing --blocks_to_swap 3"}
@@ -313,6 +316,7 @@ def test_each_training_of_the_compile_benchmark_is_reported_before_the_next(tmp_
 # commands
 
 
+@pytest.mark.slow
 def test_all_commands_of_a_call_have_one_deadline(tmp_path):
     commands = [
         TrainingCommand(tmp_path / str(number), [], setup="import time; print('begun', flush=True); time.sleep(60)")
