@@ -12,9 +12,9 @@ from library.config.schema_objective import LossConfig, NoiseConfig
 from library.diffusion.process import FlowMatchingProcess
 from library.diffusion.timestep_sampling import TIMESTEP_SAMPLINGS
 from library.diffusion.timestep_shift import FixedShift
+from library.errors import FileError
 from library.estimate import noise_summary
 from library.estimate.noise_summary import NoiseSummary
-from library.errors import FileError
 from library.models.detect import detect_model, get_config_reader
 from library.models.families import FAMILIES, FAMILY_FACTS
 from library.models.family_noise_levels import PROGRAMS, NoiseLevels
