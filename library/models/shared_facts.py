@@ -1,5 +1,8 @@
 """Facts shared by model families: checks of their JSON files, layers that get a LoRA, key prefixes; no torch."""
 
+import re
+from importlib.metadata import version
+
 from .facts import FamilyMatch, KohyaObjective
 from .model_configs import ConfigReader, ModelError, get_downscale_factor, read_required, read_scheduler_config
 
@@ -65,6 +68,14 @@ KOHYA_FLOW_OBJECTIVE = KohyaObjective(
     is_logit_mean_reversed=True,
 )
 """What the objectives of sd-scripts' scripts for FLUX.1 and its siblings have in common, without their defaults."""
+
+
+def require_newer_diffusers(needed: tuple[int, int] = (0, 42)) -> None:
+    """Raise an error for a model that the installed diffusers, such as the newest for Python 3.10, does not have."""
+    installed = version("diffusers")
+    if tuple(int(part) for part in re.findall(r"\d+", installed)[:2]) < needed:
+        least = ".".join(map(str, needed))
+        raise ModelError(f"it needs diffusers {least}, which needs Python 3.11; {installed} is installed")
 
 
 def match_flow_model(

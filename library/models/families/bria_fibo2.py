@@ -24,7 +24,7 @@ from ..facts import (
     TextFacts,
 )
 from ..model_configs import ConfigReader, ModelError, read_required
-from ..shared_facts import MASKED_ATTENTION_MODES, match_flow_model
+from ..shared_facts import MASKED_ATTENTION_MODES, match_flow_model, require_newer_diffusers
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -40,6 +40,7 @@ NUM_TEXTS = 6
 
 
 def _match_bria_fibo2(read: ConfigReader) -> FamilyMatch:
+    require_newer_diffusers()
     config = read_required(read, "transformer/config.json")
     layers = config.get("injection_layer_ids", ())
     if len(layers) + 1 != NUM_TEXTS:

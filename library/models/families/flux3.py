@@ -24,7 +24,7 @@ from ..facts import (
 )
 from ..family_noise_levels import TrainingNoiseFacts
 from ..model_configs import ConfigReader, ModelError, read_required
-from ..shared_facts import DENOISER_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
+from ..shared_facts import DENOISER_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model, require_newer_diffusers
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -41,6 +41,7 @@ IMAGE_POSITION_SCALE = 0.5
 
 
 def _match_flux3(read: ConfigReader) -> FamilyMatch:
+    require_newer_diffusers()
     config = read_required(read, "transformer/config.json")
     if config.get("flow_map"):
         raise ModelError("a step-distilled FLUX.3 cannot be trained; use the base model")

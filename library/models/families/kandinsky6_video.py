@@ -5,10 +5,8 @@ A given first frame is one more latent frame after those that are predicted, at 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from ...adapters.original_module_names import DIFFUSERS_ONLY_KEYS
@@ -30,7 +28,7 @@ from ..facts import (
 )
 from ..family_noise_levels import TrainingNoiseFacts
 from ..model_configs import ConfigReader, ModelError, read_required
-from ..shared_facts import CLIP_L_TOKENIZER, match_flow_model
+from ..shared_facts import CLIP_L_TOKENIZER, match_flow_model, require_newer_diffusers
 from ..trained_sound import SILENT_STEPS, TrainedSound
 from .kandinsky5_image import MAX_SIDE_POSITIONS, rename_channels
 
@@ -43,7 +41,6 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 1024
 """Maximum tokens of the prompt with the end of its template, as in diffusers' pipeline."""
-NEEDED_DIFFUSERS = [0, 42]
 FRAME_RATE = 24.0
 SAMPLE_RATE, LATENT_SAMPLES, SOUND_CHANNELS = 44_100, 1024, 40
 """Samples of sound per second, those of one latent, and the channels of a latent."""
@@ -59,9 +56,7 @@ def list_targets(stream: str) -> tuple[str, ...]:
 
 
 def _match_kandinsky6_video(read: ConfigReader) -> FamilyMatch:
-    installed = version("diffusers")
-    if [int(part) for part in re.findall(r"\d+", installed)[:2]] < NEEDED_DIFFUSERS:
-        raise ModelError(f"it needs diffusers 0.42, which needs Python 3.11; {installed} is installed")
+    require_newer_diffusers()
     config = read_required(read, "transformer/config.json")
     if config.get("out_visual_dim") != config.get("in_visual_dim"):
         raise ModelError("it is distilled: its transformer predicts several velocities at once; use its base model")
