@@ -169,6 +169,10 @@ class BatchShape(NamedTuple):
         area = sum(width * height for width, height in (self.size, *self.control_sizes))
         return area * self.batch_size * self.num_frames
 
+    def can_be_built_from(self, batch: PixelBatch) -> bool:
+        """Whether ``batch`` tells the channels of all cached latents of control images."""
+        return batch.can_build_controls(len(self.control_sizes) - self.num_references)
+
 
 BatchShapes = list[BatchShape]
 
@@ -231,6 +235,8 @@ def check_later_stages_fit(run: TrainingRun, first_batch: PixelBatch) -> None:
     if _count_pixels(largest) <= _count_pixels(now) or not has_device_memory(run.strategy.device):
         return
     shape = list_batch_shapes(largest.batch_plan, run.task.family.frame_rule)[0]
+    if not shape.can_be_built_from(first_batch):
+        return
     try:
         run_trial_step(run, first_batch.build_dummy_batch(*shape))
     except OutOfMemory as error:
@@ -249,8 +255,12 @@ TEXT_LENGTHS: tuple[TextLength, ...] = ("same", "longer", "shorter")
 
 
 def warm_up_compilation(run: TrainingRun, compilation: "Compilation", first_batch: PixelBatch) -> None:
-    """Compile by running forward and backward on black images of every batch shape; no parameter changes."""
-    started, sizes = time.perf_counter(), list_batch_shapes(run.plan.batch_plan, run.task.family.frame_rule)
+    """Compile by running forward and backward on black images of every batch shape; no parameter changes.
+
+    Shapes with more control images than the first batch, whose cached latents are unknown, are compiled in their step.
+    """
+    started, shapes = time.perf_counter(), list_batch_shapes(run.plan.batch_plan, run.task.family.frame_rule)
+    sizes = [shape for shape in shapes if shape.can_be_built_from(first_batch)]
     texts_vary = _record_input_shapes(run, compilation, first_batch, sizes)
     batches = [
         batch for shape in sizes for batch in _vary_text_lengths(first_batch.build_dummy_batch(*shape), texts_vary)
