@@ -310,8 +310,8 @@ def _validate_prompt(prompt: Prompt, model: DetectedModel) -> Iterator[Problem]:
     elif references and not num_controls:
         pass  # a grey clip is the control
     elif prompt.control_clips and prompt.control_images and not has_references:
-        text = "which of them is the mask is unknown: control images and control clips are both set"
-        yield prompt.report("control_video_path", text, "give both as clips; a folder with one image is one")
+        text = "control images and control clips are both set, so that their order is unknown"
+        yield prompt.report("control_video_path", text, "give all as clips; a folder with one image is one")
     elif facts.control.are_layers and len(prompt.control_images) != 1:
         yield prompt.report(key, f"{title} makes the layers of one image, not {len(prompt.control_images)}", "use --ci")
     elif not facts.control.are_layers and (problem := limits.describe_problem(num_controls)):
@@ -382,6 +382,8 @@ def _validate_frames(prompt: Prompt, model: DetectedModel) -> Iterator[Problem]:
         if ends[key] is not None and key not in facts.sampling.frame_images and not is_seen:
             takes_images = build_control_limits(model).most and rule is None
             fix = "use --ci for a control image" if takes_images else "leave it out"
+            if key == "image_path" and "image_to_video" in facts.options.extra:
+                fix = "set image_to_video, or leave it out"
             yield prompt.report(key, f"what {facts.title} makes cannot {word} with an image", fix)
 
 
