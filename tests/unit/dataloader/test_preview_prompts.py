@@ -119,7 +119,7 @@ def test_all_errors_of_a_text_file_are_reported_at_once_with_line_numbers(tmp_pa
         ":5: --fs: expected a number above 0, got 0",
         ":5: --g: expected a number of at least 0, got -3.5",
         ":6: --ss: no sampler 'eular'; did you mean euler?",
-        ":7: --w: duplicate option",
+        ":7: --w: duplicate option; remove one of the two",
         ":7: --h: value missing",
         ":8: --rcg: unknown option; did you mean --rcfg?",
     ]
