@@ -241,10 +241,6 @@ SPLIT = [
     ("kandinsky5_i2v", "--fsdp"),
     ("kandinsky5_i2v", "--cp_size 2"),
     ("kandinsky5_video", "--tp_size 2"),
-    ("cosmos2_video2world", "--fsdp"),
-    ("cosmos2_video2world", "--tp_size 2"),
-    ("cosmos2_video2world", "--pp_size 2"),
-    ("cosmos2_video2world", "--cp_size 2"),
     ("ltx2", "--pp_size 2"),
     ("ltx2", "--cp_size 2 --image_to_video"),
 ]
