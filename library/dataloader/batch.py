@@ -129,8 +129,9 @@ class PixelBatch:
             raise AssertionError("a batch has pixels or moments")
         factor = 1 if self.moments is None else old_sides[0] // black.shape[-2]
         sizes = [(high // factor, wide // factor) for wide, high in control_sizes]
-        axes = [*[frames] * (len(sizes) - num_references), *[(1,)] * num_references]
-        controls = self._build_dummy_controls(black, batch_size, axes, sizes)
+        num_controls = len(sizes) - num_references
+        axes = [*[frames] * num_controls, *[(1,)] * num_references]
+        controls = self._build_dummy_controls(black, batch_size, axes, sizes, num_controls)
         cond = None if self.cond is None else {name: _select_rows(value, rows) for name, value in self.cond.items()}
         frame_cond = None
         if self.frame_cond is not None and moments is not None:
@@ -154,14 +155,32 @@ class PixelBatch:
         )
 
     def _build_dummy_controls(
-        self, black: Tensor, batch_size: int, axes: Sequence[tuple[int, ...]], sizes: Sequence[tuple[int, int]]
+        self,
+        black: Tensor,
+        batch_size: int,
+        axes: Sequence[tuple[int, ...]],
+        sizes: Sequence[tuple[int, int]],
+        num_controls: int,
     ) -> tuple[Tensor, ...]:
-        """Build black control images, or zeros for their latents; ``axes`` are the frames of each, if it has some."""
-        channels = [each.shape[1] for each in self.control_latents] or [black.shape[1]] * len(sizes)
+        """Build black control images, or zeros for their latents; ``axes`` are the frames of each, if it has some.
+
+        Behind ``num_controls`` are reference images, whose latents are like those of the picture.
+        """
+        channels = [each.shape[1] for each in self.control_latents[: self.num_known_controls]]
+        channels = [*channels[:num_controls], *[black.shape[1]] * (len(sizes) - min(num_controls, len(channels)))]
         return tuple(
             black.new_zeros(batch_size, count, *axis, *size)
             for axis, count, size in zip(axes, channels, sizes, strict=True)
         )
+
+    @property
+    def num_known_controls(self) -> int:
+        """How many controls have cached latents here, whose channels tell those of another batch."""
+        return len(self.control_latents) - self.num_references if self.control_latents else 0
+
+    def can_build_controls(self, num_controls: int) -> bool:
+        """Whether the channels of so many controls are known, without reference images."""
+        return not self.control_latents or num_controls <= self.num_known_controls
 
     def crop_first_image(self, max_size: int, frame_rule: FrameRule | None = None) -> "PixelBatch":
         """The first image, or the fewest frames that the model takes, without mask and at most ``max_size`` wide and

@@ -164,16 +164,15 @@ _FINGERPRINT_EXCLUDED = frozenset(
     " include exclude image_column caption_column control_column"
     " caption_extension class_tokens cache_info cache_directory weight num_repeats is_reg prior_loss_weight"
     " remote video_dir target_frames frame_extraction frame_stride frame_sample max_frames source_fps"
-    " keeps_all_frames".split()
+    " keeps_all_frames one_frame window".split()
 )
-"""Fields of datasets and subsets whose effect is in the samples already."""
+"""Fields of datasets and subsets whose effect is in the samples already, or in options of the run."""
 
 _FINGERPRINT_ADDED = {
     "control_resolution": None,
     "no_resize_control": False,
     "control_from_image": None,
     "multiple_target": False,
-    "one_frame": None,
     "file_format": "sd-scripts",
 }
 """Fields that are in the fingerprint only where they are set: checkpoints of the last release do not know them."""

@@ -301,7 +301,8 @@ def _parse_line(line: str, place: Place, problems: list[Problem]) -> Prompt | No
                 Problem("sample_prompts", f"unknown option{hint}", place=replace(place, key=f"--{name}"))
             )
         elif key in values and key not in _LIST_KEYS:
-            line_problems.append(Problem("sample_prompts", "duplicate option", place=replace(place, key=f"--{name}")))
+            where = replace(place, key=f"--{name}")
+            line_problems.append(Problem("sample_prompts", "duplicate option", "remove one of the two", where))
         elif not value.strip():
             line_problems.append(Problem("sample_prompts", "value missing", place=replace(place, key=f"--{name}")))
         else:

@@ -444,9 +444,10 @@ def _inspect_subset(
                 built.insert(0, ControlImage(image, inspected[image].size, GREY, GREY))
             result.controls[(*subset_key, image)] = tuple(sorted(built, key=lambda control: control.is_reference))
     if other_shape:
+        advice = "; set control_resolution to keep their shape" if clip_rule is None else ""  # clips are of one size
         result.notes.append(
             f"{subset.source}: {format_count(len(other_shape), noun)} with control {noun}s of another shape, which"
-            f" are cropped to it: {format_first_names(other_shape)}; set control_resolution to keep their shape"
+            f" are cropped to it: {format_first_names(other_shape)}{advice}"
         )
 
 

@@ -27,7 +27,6 @@ from .musubi_format import (
     MUSUBI_SUBSET_KEYS,
     MUSUBI_TARGET_FRAMES,
     ONE_FRAME_KEYS,
-    POSITION_KEYS,
     PUBLISHED_WINDOW,
     RENAMED_DATASET_KEYS,
     SOURCE_KEYS,
@@ -39,7 +38,7 @@ from .musubi_format import (
     find_musubi_key,
     is_musubi_dataset,
 )
-from .one_frame import OneFrame, is_list_of_positions, is_position
+from .one_frame import MAX_POSITION, OneFrame, describe_window, is_list_of_positions, is_position
 from .schema import (
     DATASET_KEYS,
     DATASET_TABLE,
@@ -77,7 +76,7 @@ _EXTRA_SUBSET_KEYS = (
 )
 _INTERNAL_FIELDS = (
     *("kind", "subsets", "locations", "dataset_file", "uses_musubi_captions", "dataset_index_in_file"),
-    *("conditioning_is_control", "remote", "file_format", "keeps_all_frames", "one_frame"),
+    *("conditioning_is_control", "remote", "file_format", "keeps_all_frames", "one_frame", "window"),
 )
 _MUSUBI_BUCKETS = {
     **{name: DATASET_KEYS[name].option.default for name in ("bucket_mode", "bucket_max_crop", "bucket_min_images")},
@@ -339,29 +338,37 @@ class _DatasetConfigParser:
             dataset_index_in_file=int(key_path[-1]),
             file_format="musubi-tuner",
             one_frame=None if is_video else self._read_one_frame(key_path, table),
+            window=None if is_video else self._read_window(key_path, table),
             **_collect_fields(DatasetConfig, resolved, location),
         )
-        own_places = {name: self.locate((*key_path, name)).with_key(name) for name in POSITION_KEYS if name in table}
+        own_places = {name: self.locate((*key_path, name)).with_key(name) for name in ONE_FRAME_KEYS if name in table}
         return replace(dataset, locations={**dataset.locations, **own_places})
 
     def _report_one_frame_keys(self, key_path: KeyPath, table: Mapping[str, Any], *, is_video: bool) -> None:
         """Name the keys of one-frame training, and the size of FramePack's sections, which is an option of the run."""
         for name in (name for name in ONE_FRAME_KEYS if name in table):
             where = self.locate((*key_path, name)).with_key(name)
-            reason = "of one-frame training, whose positions one_frame_settings sets, and sections latent_window_size"
-            if name == WINDOW_KEY and is_video:
+            reason = "one_frame_settings of the run sets the positions of one-frame training"
+            if name == WINDOW_KEY:
                 reason = "the option latent_window_size sets it"
-                if (size := table[name]) != PUBLISHED_WINDOW:
-                    text = f"sections of {size} latent frames are an option of the run, for all datasets"
-                    self.add_problem((*key_path, name), text, f"remove it, and set --latent_window_size {size}")
+                if is_video and (size := self._read_window(key_path, table)) not in (None, PUBLISHED_WINDOW):
+                    self.add_problem((*key_path, name), *describe_window(size))
                     continue
             self.notices.append(f"{where}: no effect: {reason}")
+
+    def _read_window(self, key_path: KeyPath, table: Mapping[str, Any]) -> int | None:
+        """Read the size of FramePack's sections, which a run with --one_frame compares with its own."""
+        size = table.get(WINDOW_KEY)
+        if size is None or (isinstance(size, int) and not isinstance(size, bool) and size > 0):
+            return size
+        self.add_problem((*key_path, WINDOW_KEY), f"expected an integer, 1 or more, got {size!r}")
+        return None
 
     def _read_one_frame(self, key_path: KeyPath, table: Mapping[str, Any]) -> OneFrame | None:
         """Read the positions of one-frame training, which a run with --one_frame compares with its own."""
         expected = {
-            "fp_1f_clean_indices": ("a list of integers, 0 or more", is_list_of_positions),
-            "fp_1f_target_index": ("an integer, 0 or more", is_position),
+            "fp_1f_clean_indices": (f"a list of integers from 0 to {MAX_POSITION}", is_list_of_positions),
+            "fp_1f_target_index": (f"an integer from 0 to {MAX_POSITION}", is_position),
             "fp_1f_no_post": ("true or false", lambda value: isinstance(value, bool)),
         }
         found = {name: table[name] for name in expected if name in table}

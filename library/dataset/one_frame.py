@@ -1,7 +1,7 @@
 """One-frame training of models of videos: which position each control image has, and which the picture that is made."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MAX_POSITION = 1000
 _FLAGS = ("default", "no_post", "no_2x", "no_4x")
@@ -22,6 +22,10 @@ class OneFrame:
     """Whether two empty frames that are compressed twofold come after that."""
     has_4x: bool = True
     """Whether sixteen empty frames that are compressed fourfold come after these."""
+
+    def resolve_target(self, window: int) -> "OneFrame":
+        """Set the position of the picture, in sections of ``window`` latent frames."""
+        return replace(self, target_index=window if self.target_index is None else self.target_index)
 
     def format(self) -> str:
         """Format the settings as ``parse_one_frame`` reads them."""
@@ -68,3 +72,9 @@ def parse_one_frame(text: str) -> OneFrame:
         has_2x="no_2x" not in flags,
         has_4x="no_4x" not in flags,
     )
+
+
+def describe_window(size: int) -> tuple[str, str]:
+    """Say of a dataset that its sections have another size than those of the run, and what to do."""
+    text = f"sections of {size} latent frames are an option of the run, for all datasets"
+    return text, f"remove it, and set --latent_window_size {size}"

@@ -196,6 +196,7 @@ class DatasetConfig(_LocatedKeys):
     control_resolution: Resolution | None = None  # the resolution of control images; None means that of their pictures
     no_resize_control: bool = False
     one_frame: OneFrame | None = None  # musubi-tuner's keys of one-frame training, which is an option of the run
+    window: int | None = None  # musubi-tuner's size of FramePack's sections in pictures, which is one, too
     file_format: DatasetFormat = "sd-scripts"  # whose rules sizes and buckets follow; not a key of the file
 
     @property

@@ -176,6 +176,8 @@ class FamilyLora:
     """Modules that get a LoRA only where ``include_patterns`` names them, or with ``train_modulation``."""
     conv_targets: tuple[str, ...] = ()
     """Modules that get a LoRA in addition to ``targets`` when convolutions are trained."""
+    trained_by_clips: tuple[str, ...] = ()
+    """Modules, by the last part of their names, that clips train and single frames do not."""
     preset_targets: tuple[str, ...] = ()
     """Modules that presets of LyCORIS may train in addition to ``targets`` and ``conv_targets``."""
     text_encoders: Mapping[str, TextEncoderLora] = field(default_factory=dict)

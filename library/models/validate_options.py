@@ -33,8 +33,8 @@ from ..dataloader.sample_prompts import Prompt, load_preview_prompts
 from ..dataset.clip_windows import TextImages
 from ..dataset.controls import CONTROLS_FROM_IMAGE, MASK_FROM_IMAGE
 from ..dataset.dataset_config import can_load_datasets, load_dataset_config
-from ..dataset.musubi_format import POSITION_KEYS
-from ..dataset.one_frame import OneFrame, parse_one_frame
+from ..dataset.musubi_format import POSITION_KEYS, WINDOW_KEY
+from ..dataset.one_frame import OneFrame, describe_window, parse_one_frame
 from ..dataset.schema import DatasetConfig, SubsetConfig
 from ..dataset.validate import find_clips_for_image_models, validate_resolution_multiple
 from ..diffusion.expert_selection import HIGH_NOISE, LOW_NOISE, TYPICAL_TOKENS
@@ -52,7 +52,7 @@ from .detect import (
     report_text_images,
 )
 from .facts import TORCH_ATTENTION_MODES, FamilyFacts
-from .families import FAMILY_FACTS
+from .families import FAMILY_FACTS, ONE_FRAME_FAMILIES
 from .kohya_objective import resolve_objective_defaults, validate_objective_defaults
 from .model_configs import SCHEDULER
 from .own_families import get_family_facts
@@ -101,7 +101,7 @@ def validate_model_options(config: RunConfig, locations: Mapping[str, Place]) ->
             *_validate_step_recording(config, facts),
         ]
         yield from locate_problems(conflicts, locations)
-        yield from _validate_datasets(config.data, config.cache, detected)
+        yield from _validate_datasets(config.data, config.cache, detected, config.model.latent_window_size)
     path = config.preview.sample_prompts
     try:
         is_missing = path is not None and not is_prompt_text(path) and not Path(path).is_file()  # found earlier
@@ -166,7 +166,7 @@ def _validate_text_mask(model: ModelConfig, attn_mode: str, cp_size: int, detect
         yield Problem("apply_t5_attn_mask", "not supported with cp_size", "use tp_size or fsdp", others=("cp_size",))
 
 
-def _validate_datasets(data: DataConfig, cache: CacheConfig, model: DetectedModel) -> Iterator[Problem]:
+def _validate_datasets(data: DataConfig, cache: CacheConfig, model: DetectedModel, window: int) -> Iterator[Problem]:
     """Check bucket steps, resolutions and control images, if the datasets themselves are valid."""
     facts = get_family_facts(model.family)
     parsed = load_dataset_config(data) if can_load_datasets(data) else None
@@ -183,7 +183,7 @@ def _validate_datasets(data: DataConfig, cache: CacheConfig, model: DetectedMode
     if facts.control.have_picture_size or facts.control.are_layers:
         yield from _find_other_control_sizes(parsed.datasets, facts)
     if model.one_frame is not None:
-        yield from _find_other_positions(parsed.datasets, model.one_frame)
+        yield from _find_other_positions(parsed.datasets, model.one_frame, window)
     limits = build_control_limits(model)
     for subset in subsets:
         key = subset.control_key or ("control_from_image" if subset.control_from_image else None)
@@ -195,6 +195,9 @@ def _validate_datasets(data: DataConfig, cache: CacheConfig, model: DetectedMode
         if key is not None and facts.control.are_layers:
             fix = "set multiple_target = true for its layers"
             yield subset.report(key, f"{facts.title} reads the picture itself, and no control image", fix)
+        elif key is not None and not limits.most and model.family in ONE_FRAME_FAMILIES:
+            text = f"{facts.title} is trained on clips without control clips"
+            yield subset.report(key, text, "to train pictures from control images, add --one_frame")
         elif key is not None and not limits.most:
             fix = "if these are masks, set --masked_loss" if subset.conditioning_is_control else ""
             yield subset.report(key, limits.describe_problem(1) or "", fix)
@@ -205,14 +208,19 @@ def _validate_datasets(data: DataConfig, cache: CacheConfig, model: DetectedMode
             yield from _find_random_controls(subset, facts.text_images)
 
 
-def _find_other_positions(datasets: Sequence[DatasetConfig], trained: OneFrame) -> Iterator[Problem]:
-    """Find datasets of musubi-tuner with other positions of one-frame training than the run has."""
+def _find_other_positions(datasets: Sequence[DatasetConfig], trained: OneFrame, window: int) -> Iterator[Problem]:
+    """Find datasets of musubi-tuner with other positions of one-frame training than the run has.
+
+    A position of the picture that is not set is the last one of a section.
+    """
     for dataset in datasets:
+        if dataset.window not in (None, window):
+            yield dataset.report(WINDOW_KEY, *describe_window(dataset.window))
         if dataset.one_frame is None:
             continue
         # Frames that are compressed are an option of the run in musubi-tuner, too.
         given = replace(dataset.one_frame, has_2x=trained.has_2x, has_4x=trained.has_4x)
-        if given != trained:
+        if given.resolve_target(window) != trained.resolve_target(window):
             text = f"positions of one-frame training are an option of the run ({trained.format()}), for all datasets"
             key = next(name for name in POSITION_KEYS if name in dataset.locations)
             yield dataset.report(key, text, f"set --one_frame_settings '{given.format()}'")
@@ -310,8 +318,8 @@ def _validate_prompt(prompt: Prompt, model: DetectedModel) -> Iterator[Problem]:
     elif references and not num_controls:
         pass  # a grey clip is the control
     elif prompt.control_clips and prompt.control_images and not has_references:
-        text = "which of them is the mask is unknown: control images and control clips are both set"
-        yield prompt.report("control_video_path", text, "give both as clips; a folder with one image is one")
+        text = "control images and control clips are both set, so that their order is unknown"
+        yield prompt.report("control_video_path", text, "give all as clips; a folder with one image is one")
     elif facts.control.are_layers and len(prompt.control_images) != 1:
         yield prompt.report(key, f"{title} makes the layers of one image, not {len(prompt.control_images)}", "use --ci")
     elif not facts.control.are_layers and (problem := limits.describe_problem(num_controls)):
@@ -391,6 +399,8 @@ def _validate_frames(prompt: Prompt, model: DetectedModel) -> Iterator[Problem]:
         if ends[key] is not None and key not in facts.sampling.frame_images and not is_seen:
             takes_images = build_control_limits(model).most and rule is None
             fix = "use --ci for a control image" if takes_images else "leave it out"
+            if key == "image_path" and "image_to_video" in facts.options.extra:
+                fix = "set image_to_video, or leave it out"
             yield prompt.report(key, f"what {facts.title} makes cannot {word} with an image", fix)
 
 

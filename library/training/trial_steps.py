@@ -68,7 +68,7 @@ def probe_gradients(run: TrainingRun, batch: PixelBatch) -> None:
         loss = torch.stack([run_forward_backward(run, batch, each) for each in task.list_expert_tasks()]).sum()
         gradients = _take_gradients(run.strategy, weights)
         _refuse_decay_of_idle_weights(run.strategy, [name for name, each in gradients.items() if each is None])
-        _check_gradients(float(loss), gradients, sum_over_shards)
+        _check_gradients(float(loss), gradients, sum_over_shards, _list_modules_of_clips(run))
     finally:
         with torch.no_grad():
             for item in zeros:
@@ -76,6 +76,12 @@ def probe_gradients(run: TrainingRun, batch: PixelBatch) -> None:
             for item in weights.values():
                 item.grad = None
         run.strategy.use_written_weights()
+
+
+def _list_modules_of_clips(run: TrainingRun) -> Sequence[str]:
+    """List the modules that the clips of the run train, but not the one frame of a trial."""
+    shapes = list_batch_shapes(run.plan.batch_plan, run.task.family.frame_rule)
+    return run.task.family.facts.lora.trained_by_clips if any(shape.num_frames > 1 for shape in shapes) else ()
 
 
 def _take_gradients(strategy: Strategy, weights: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor | None]:
@@ -103,8 +109,12 @@ def _count_non_finite(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check_gradients(
-    loss: float, gradients: dict[str, torch.Tensor | None], sum_over_shards: SumOverShards = _keep
+    loss: float,
+    gradients: dict[str, torch.Tensor | None],
+    sum_over_shards: SumOverShards = _keep,
+    modules_of_clips: Sequence[str] = (),
 ) -> None:
+    """Raise if the loss or a gradient is not finite or all are zero; warn of those that are, but for some modules."""
     given = {name: gradient for name, gradient in gradients.items() if gradient is not None}
     nonzero = _count_elements(list(given.values()), torch.count_nonzero, sum_over_shards)
     reached = [name for name, count in zip(given, nonzero, strict=True) if count]
@@ -116,9 +126,10 @@ def _check_gradients(
             " Inf. Cause: the model, its VAE or the precision. Try mixed_precision bf16 or"
             f" no.{_format_names(broken)}"
         )
-    if not reached:
+    known, excused = set(reached), set(modules_of_clips)
+    idle = [name for name in gradients if name not in known and excused.isdisjoint(name.split("."))]
+    if idle and not reached:
         raise UserError("before the first step: no trainable parameter gets a gradient")
-    idle = [name for name in gradients if name not in set(reached)]
     if idle:
         logger.warning(
             "%d of %d trainable parameters get no gradient and will not be trained:%s",
@@ -157,6 +168,10 @@ class BatchShape(NamedTuple):
     def num_pixels(self) -> int:
         area = sum(width * height for width, height in (self.size, *self.control_sizes))
         return area * self.batch_size * self.num_frames
+
+    def can_be_built_from(self, batch: PixelBatch) -> bool:
+        """Whether ``batch`` tells the channels of all cached latents of control images."""
+        return batch.can_build_controls(len(self.control_sizes) - self.num_references)
 
 
 BatchShapes = list[BatchShape]
@@ -220,6 +235,8 @@ def check_later_stages_fit(run: TrainingRun, first_batch: PixelBatch) -> None:
     if _count_pixels(largest) <= _count_pixels(now) or not has_device_memory(run.strategy.device):
         return
     shape = list_batch_shapes(largest.batch_plan, run.task.family.frame_rule)[0]
+    if not shape.can_be_built_from(first_batch):
+        return
     try:
         run_trial_step(run, first_batch.build_dummy_batch(*shape))
     except OutOfMemory as error:
@@ -238,8 +255,12 @@ TEXT_LENGTHS: tuple[TextLength, ...] = ("same", "longer", "shorter")
 
 
 def warm_up_compilation(run: TrainingRun, compilation: "Compilation", first_batch: PixelBatch) -> None:
-    """Compile by running forward and backward on black images of every batch shape; no parameter changes."""
-    started, sizes = time.perf_counter(), list_batch_shapes(run.plan.batch_plan, run.task.family.frame_rule)
+    """Compile by running forward and backward on black images of every batch shape; no parameter changes.
+
+    Shapes with more control images than the first batch, whose cached latents are unknown, are compiled in their step.
+    """
+    started, shapes = time.perf_counter(), list_batch_shapes(run.plan.batch_plan, run.task.family.frame_rule)
+    sizes = [shape for shape in shapes if shape.can_be_built_from(first_batch)]
     texts_vary = _record_input_shapes(run, compilation, first_batch, sizes)
     batches = [
         batch for shape in sizes for batch in _vary_text_lengths(first_batch.build_dummy_batch(*shape), texts_vary)

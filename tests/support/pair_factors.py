@@ -16,7 +16,7 @@ from library.config.network_args import (
 )
 from library.config.options import iter_options
 from library.config.schema import RunConfig
-from library.models.families import CONTROL_FAMILIES, FAMILIES
+from library.models.families import CONTROL_FAMILIES, FAMILIES, ONE_FRAME_FAMILIES
 
 GLOBAL_BATCH = 8
 """Samples of an optimizer step in every row."""
@@ -35,7 +35,7 @@ class Value:
     splits_batch: bool = False
     """Whether each of its ranks or micro-batches has other samples."""
     data: str = ""
-    """What the dataset has for it: ``masks``, ``alpha``, ``validation``, ``prompts``."""
+    """What the dataset has for it: ``masks``, ``alpha``, ``validation``, ``prompts``, ``clips``, ``control_clips``."""
 
 
 @dataclass(frozen=True)
@@ -182,22 +182,26 @@ def _list_choices(option: str) -> Iterator[Value]:
     )
 
 
-LEFT_OUT = {
-    **dict.fromkeys(
-        ("hunyuan_video_i2v", "framepack", "wan_animate"), "it is trained on clips alone, and the rows have images"
-    ),
+CLIP_FAMILIES = {
+    "hunyuan_video_i2v": ("clips",),
+    "framepack": ("clips", "--latent_window_size", "4"),  # sections of 16 frames
+    "wan_animate": ("control_clips",),
 }
+"""The families that are trained on clips alone: what their dataset has, and more flags."""
 
 
 def _list_families() -> Iterator[Value]:
-    """Every family as a tiny model, the one with most options first, and those that ``--control`` makes."""
-    names = [name for name in FAMILIES.list_names() if name not in LEFT_OUT]
-    for name in sorted(names, key=lambda name: name != "flux"):
-        yield Value(name, ("--pretrained_model_name_or_path", f"random:{name}:tiny"))
+    """Every family as a tiny model, the one with most options first, and those that ``--control`` and ``--one_frame``
+    make."""
+    for name in sorted(FAMILIES.list_names(), key=lambda name: name != "flux"):
+        data, *flags = CLIP_FAMILIES.get(name, ("",))
+        yield Value(name, ("--pretrained_model_name_or_path", f"random:{name}:tiny", *flags), data=data)
     for name, kinds in CONTROL_FAMILIES.items():
         for kind in kinds:
             model = f"random:{name}:tiny"
             yield Value(f"{name}, {kind}", ("--pretrained_model_name_or_path", model, "--control", kind))
+    for name in ONE_FRAME_FAMILIES:
+        yield Value(f"{name}, one frame", ("--pretrained_model_name_or_path", f"random:{name}:tiny", "--one_frame"))
 
 
 def _list_adapters() -> Iterator[Value]:

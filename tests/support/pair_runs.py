@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from clip_files import write_clip
 from covering_array import CoveringArray, Pair, Row
 from filelock import FileLock
 from pair_factors import GLOBAL_BATCH, MAX_RANKS, STEPS, Factor, Value, list_factors
@@ -54,6 +55,10 @@ MAX_LOSS_DIFFERENCE = 1e-4
 MAX_PIXEL_DIFFERENCE = 3
 PICTURE_INPUTS = ("controls", "layers")
 """What pictures may have beside themselves, by the model."""
+CLIP_INPUTS = {"clips": frozenset({"clips"}), "control_clips": frozenset({"clips", "control_clips"})}
+NUM_CONTROL_CLIPS = 2
+NUM_FRAMES = 17
+"""Of clips, as every model of clips has them."""
 MERGED_FLAGS = ("--network_args", "--optimizer_args")
 """Flags that several values of a row may have, each with arguments of its own."""
 
@@ -146,9 +151,9 @@ class Workspace:
     prompts: dict[str, Path] = field(default_factory=dict)
 
     def find_inputs(self, family: Value) -> frozenset[str]:
-        """Find what pictures have beside themselves for this model: ``controls``, ``layers``, or nothing."""
+        """Find what the dataset has for this model: ``controls`` or ``layers`` of pictures, clips, or pictures alone."""
         if family.name not in self.inputs:
-            kinds = (frozenset({kind}) for kind in PICTURE_INPUTS)
+            kinds = [CLIP_INPUTS[family.data]] if family.data else [frozenset({kind}) for kind in PICTURE_INPUTS]
             self.inputs[family.name] = next((kind for kind in kinds if self._takes(family, kind)), frozenset())
         return self.inputs[family.name]
 
@@ -185,6 +190,13 @@ class Workspace:
             image = data / ("controls" if "controls" in inputs else "images") / "01.png"
             images = f" {image_key} {image}" if image_key else ""
             sizes = ("--w 96 --h 64 --d 1 --s 2 --l 3", "--n red --w 64 --h 96 --d 2 --s 2 --l 3")
+            if "clips" in inputs:
+                clips = f" --cn {data / 'controls' / '01'}"
+                images = f" --i {data / 'images' / '01.png'}"
+                images += "".join(
+                    f"{clips}_{number}.mp4" for number in range(NUM_CONTROL_CLIPS * ("control_clips" in inputs))
+                )
+                sizes = tuple(f"{size} --f {NUM_FRAMES}" for size in sizes)
             if "layers" in inputs:  # as large as the image
                 sizes = ("--f 2 --d 1 --s 2 --l 3", "--n red --f 1 --d 2 --s 2 --l 3")
             path.write_text("".join(f"a red circle {size}{images}\n" for size in sizes))
@@ -215,6 +227,18 @@ def _write_dataset(folder: Path, kinds: Sequence[str]) -> None:
             _write_layers(file)
 
 
+def _write_clips(folder: Path, *, has_controls: bool) -> None:
+    """Write a clip for each picture of a folder, with its caption, and control clips of other shades."""
+    for number, file in enumerate(sorted((folder / "images").glob("*.png"))):
+        clip, size = folder / "clips" / f"{file.stem}.mp4", Image.open(file).size
+        shade = 4 * number + 2 * (folder.name == "held_out")
+        write_clip(clip, 24, 30, size, shade=shade)
+        shutil.copy(file.with_suffix(".txt"), clip.parent)
+        for control in range(NUM_CONTROL_CLIPS * has_controls):
+            path = folder / "controls" / f"{file.stem}_{control}.mp4"
+            write_clip(path, 24, 30, size, shade=shade + 60 * (control + 1))
+
+
 def _write_layers(file: Path) -> None:
     """Write two layers of a picture beside it."""
     picture = Image.open(file).convert("RGB")
@@ -226,6 +250,11 @@ def _write_layers(file: Path) -> None:
 def _write_subset(folder: Path, kinds: Sequence[str]) -> str:
     """Give the images of a folder what these kinds of data are, and return the lines of the subset."""
     lines = ["[[datasets.subsets]]", f"image_dir = '{folder / 'images'}'"]
+    if "clips" in kinds:
+        has_controls = "control_clips" in kinds
+        _write_clips(folder, has_controls=has_controls)
+        lines[1:] = [f"video_dir = '{folder / 'clips'}'", f"target_frames = [{NUM_FRAMES}]"]
+        lines += [f"control_directory = '{folder / 'controls'}'"] * has_controls
     for kind, key in {"masks": "conditioning_data_dir", "controls": "control_directory"}.items():
         if kind in kinds:
             (folder / kind).mkdir()

@@ -123,8 +123,7 @@ def _build_given(controls: Sequence[Tensor], settings: OneFrame, window: int) ->
     near, twofold, fourfold = (like.new_zeros(*size[0], count, *size[1]) for count in counts)
     starts = after, after + NUM_NEAR, after + NUM_NEAR + NUM_2X
     beside = [torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
-    target = window if settings.target_index is None else settings.target_index
-    own = torch.tensor(settings.control_index), torch.tensor([target])
+    own = torch.tensor(settings.control_index), torch.tensor([settings.resolve_target(window).target_index])
     return {
         "clean": torch.cat([*controls, near], dim=2),
         "twofold": twofold,

@@ -159,7 +159,7 @@ FROM_IMAGE_FACTS = replace(
     FACTS,
     title="Wan 2.1 Fun-Control from images",
     pipeline=replace(FACTS.pipeline, frame_encoders=("image_encoder",)),
-    lora=replace(FACTS.lora, targets=IMAGE_FACTS.lora.targets),
+    lora=replace(FACTS.lora, targets=IMAGE_FACTS.lora.targets, trained_by_clips=("add_k_proj", "add_v_proj")),
     sampling=replace(FACTS.sampling, frame_images=("image_path",)),
     options=replace(
         FACTS.options,

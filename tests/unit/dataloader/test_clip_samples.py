@@ -23,6 +23,7 @@ from library.dataset.controls import ControlLimits, match_control_clips
 from library.dataset.image_ref import ImageRef
 from library.errors import ConfigError, FileError
 from library.models.detect import build_control_limits, detect_model
+from library.training.trial_steps import BatchShape
 
 RULE = FrameRule(stride=4, fps=16.0)
 HEAD = "[[datasets]]\nresolution = 64\nenable_bucket = true\nmin_bucket_reso = 16\nbucket_reso_steps = 16\n"
@@ -373,6 +374,25 @@ def test_dummy_batches_have_the_frames_of_their_bucket(tmp_path):
     found = replace(cached, frame_cond=given).crop_first_image(16).frame_cond
     assert torch.equal(found["latents"], latents[:, 0, :, :1, :2, :2])
     assert torch.equal(found["images"], given["images"]), "zeros would give its projections no gradient"
+
+
+def test_dummy_batches_have_the_cached_controls_of_their_bucket(tmp_path):
+    """Buckets may have fewer controls than the first batch, or more, of which only reference images are known."""
+    save_clip(tmp_path, "a.mp4", 9)
+    (batch,) = load_epoch(prepare(tmp_path, f"{HEAD}{CLIPS}target_frames = [9]\n"))
+    height, width = (side // 8 for side in batch.pixels.shape[-2:])
+    controls = tuple(torch.ones(1, count, 3, height, width) for count in (8, 64))
+    moments = Moments(torch.ones(1, 2, 4, 3, height, width))
+    cached = replace(batch, pixels=None, moments=moments, control_latents=controls)
+    for num_controls, num_references, channels in ((1, 0, [8]), (2, 0, [8, 64]), (1, 2, [8, 4, 4]), (2, 1, [8, 64, 4])):
+        sizes = [(32, 16)] * len(channels)
+        shape = BatchShape((32, 16), 1, tuple(sizes), 9, FrameRule(stride=4), num_references)
+        dummy = cached.build_dummy_batch(*shape)
+        assert shape.can_be_built_from(cached) and [each.shape[1] for each in dummy.control_latents] == channels
+        lengths = [each.shape[2] for each in dummy.control_latents]
+        assert lengths == [3] * num_controls + [1] * num_references
+    assert not shape._replace(num_references=0).can_be_built_from(cached)
+    assert shape._replace(num_references=0).can_be_built_from(batch)
 
 
 def test_keys_of_other_ways_to_cut_clips_are_named_as_unused(tmp_path):

@@ -119,7 +119,7 @@ def test_all_errors_of_a_text_file_are_reported_at_once_with_line_numbers(tmp_pa
         ":5: --fs: expected a number above 0, got 0",
         ":5: --g: expected a number of at least 0, got -3.5",
         ":6: --ss: no sampler 'eular'; did you mean euler?",
-        ":7: --w: duplicate option",
+        ":7: --w: duplicate option; remove one of the two",
         ":7: --h: value missing",
         ":8: --rcg: unknown option; did you mean --rcfg?",
     ]
@@ -377,7 +377,7 @@ def test_a_control_clip_of_a_preview_is_found_checked_and_only_for_models_that_t
     Image.new("RGB", (32, 32)).save(tmp_path / "mask.png")
     (both,) = read(tmp_path, "p.txt", "a --cn pose.mp4 --ci mask.png\n")
     (problem,) = validate_prompts([both], detect_model("random:wan_fun_control:tiny"))
-    assert "which of them is the mask is unknown" in str(problem)
+    assert "so that their order is unknown" in str(problem)
     assert "Wan 2.1 takes no control clips; Wan 2.1 VACE" in reasons["wan"][0]
     assert "FLUX.1 takes no control clips; control images of editing models are set with --ci" in reasons["flux"][0]
 

@@ -220,9 +220,43 @@ def test_datasets_of_musubi_tuner_have_the_positions_of_the_run(tmp_path):
     (tmp_path / "set.toml").write_text(f"{text}fp_1f_clean_indices = 0\nfp_1f_no_post = 1\n", encoding="utf-8")
     problems = format_lines(load_dataset_config(data).problems)
     assert [line.partition("set.toml:")[2] for line in problems] == [
-        "6: fp_1f_clean_indices: expected a list of integers, 0 or more, got 0",
+        "6: fp_1f_clean_indices: expected a list of integers from 0 to 1000, got 0",
         "7: fp_1f_no_post: expected true or false, got 1",
     ]
+
+
+def find_problems(folder: Path, keys: str, **options) -> list[str]:
+    (folder / "p").mkdir(exist_ok=True)
+    source = f"image_directory = '{folder / 'p'}'\ncontrol_directory = 'c'\nresolution = 64\n"
+    (folder / "set.toml").write_text(f"[[datasets]]\n{source}{keys}\n", encoding="utf-8")
+    data = DataConfig(dataset_config=str(folder / "set.toml"))
+    problems = load_dataset_config(data).problems
+    config = RunConfig(model=ModelConfig(MODEL, **{"one_frame": True, **options}), data=data)
+    lines = format_lines([*problems, *validate_model_options(config, {})])
+    return [line.partition("set.toml:")[2] for line in lines if "set.toml" in line]
+
+
+def test_the_example_of_musubi_tuner_is_what_is_trained_without_settings(tmp_path):
+    keys = "fp_1f_clean_indices = [0]\nfp_1f_target_index = 9\nfp_1f_no_post = false\nfp_latent_window_size = 9"
+    assert not find_problems(tmp_path, keys)
+    (other,) = find_problems(tmp_path, "fp_1f_target_index = 9", latent_window_size=4)
+    assert other.endswith("set --one_frame_settings 'target_index=9,control_index=0'")
+    assert not find_problems(tmp_path, "fp_1f_clean_indices = [0]", one_frame_settings="target_index=9")
+
+
+def test_sections_of_another_size_are_not_ignored_in_pictures(tmp_path):
+    text = "5: fp_latent_window_size: sections of 4 latent frames are an option of the run, for all datasets"
+    fix = "remove it, and set --latent_window_size 4"
+    assert find_problems(tmp_path, "fp_latent_window_size = 4") == [f"{text}; {fix}"]
+    assert not find_problems(tmp_path, "fp_latent_window_size = 4", latent_window_size=4)
+    for wrong in ("'x'", "0", "4.0", "true"):
+        (problem,) = find_problems(tmp_path, f"fp_latent_window_size = {wrong}")
+        assert problem.startswith("5: fp_latent_window_size: expected an integer, 1 or more, got ")
+
+
+def test_pictures_with_control_images_name_the_option_that_trains_them(tmp_path):
+    (problem,) = find_problems(tmp_path, "", one_frame=False)
+    assert problem.endswith("to train pictures from control images, add --one_frame")
 
 
 def test_previews_are_checked_by_their_own_positions(tmp_path: Path):

@@ -245,6 +245,16 @@ def test_the_gradient_probe_lists_layers_without_or_with_nan_gradients(caplog):
         _check_gradients(0.5, {"a": zero})
 
 
+def test_the_gradient_probe_says_nothing_of_modules_that_clips_train(caplog):
+    """An image gives them no gradient, so that they may also be all that is trained."""
+    finite, zero = torch.ones(2), torch.zeros(2)
+    _check_gradients(0.5, {"a.add_k_proj.b": zero, "a.to_k.b": finite}, modules_of_clips=("add_k_proj",))
+    _check_gradients(0.5, {"a.add_k_proj.b": zero}, modules_of_clips=("add_k_proj",))
+    assert not caplog.text
+    _check_gradients(0.5, {"a.add_k_proj.b": zero, "a.to_k.b": zero, "c": finite}, modules_of_clips=("add_k_proj",))
+    assert "1 of 3 trainable parameters get no gradient and will not be trained: a.to_k.b" in caplog.text
+
+
 def test_metrics_of_a_resumed_run_are_appended(tmp_path):
     path = tmp_path / "a.metrics.jsonl"
     first = MetricsFile(path, 0)
