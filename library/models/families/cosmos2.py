@@ -1,8 +1,8 @@
 """Cosmos Predict2: images from text, and clips from a first frame, by one transformer with T5 11B; flow matching.
 
 The published models are conditioned as those of Karras et al. 2022 are: their pipelines have noise levels of 0.002 to
-80 that are added to the clip, and scale inputs and outputs of the transformer by them.  With ``s = level / (1 + level)``
-the input is ``(1 - s) x_0 + s e``, and the loss of the authors, whose weight is ``1 / s^2``, that of the velocity
+80 that are added to the clip, and scale inputs and outputs of the transformer.  With ``s = level / (1 + level)`` the
+input is ``(1 - s) x_0 + s e``, and the loss of the authors, whose weight is ``1 / s^2``, that of the velocity
 ``e - x_0``: rectified flow with a weight of 1.
 """
 
@@ -16,7 +16,7 @@ from ...config.network_args import GENERAL_NETWORK
 from ...dataset.clip_windows import FrameRule
 from ...diffusion.timestep_shift import NO_SHIFT, FixedShift
 from ...registry import copy_class_name
-from ..base import BaseModelInfo, Family
+from ..base import BaseModelInfo
 from ..facts import DetectionFacts, FamilyMatch, FamilyOptions, PipelineFacts, SamplingFacts, SingleFileFacts, TextFacts
 from ..family_noise_levels import LOGIT_NORMAL, TrainingNoiseFacts
 from ..model_configs import ConfigReader, ModelError, read_required

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from family_cases import build_case
+from PIL import Image
 from problem_lines import format_lines
 
 from library.config.schema_objective import NoiseConfig
@@ -64,11 +65,11 @@ def test_the_given_frame_is_clean_and_has_no_loss_and_an_image_has_none(build_ca
     assert family.select_trained_frames(loss[:, :, :1], batch).shape[2] == 1
 
 
-@pytest.mark.parametrize(("flags", "key"), [("--fs 3", "flow_shift"), ("--s 1", "sample_steps")])
-def test_previews_refuse_what_their_noise_levels_do_not_have(flags, key, tmp_path):
-    (tmp_path / "first.png").touch()
+@pytest.mark.parametrize(("flags", "reason"), [("--fs 3", "have no shift"), ("--s 1", "at least 2 steps")])
+def test_previews_refuse_what_their_noise_levels_do_not_have(flags, reason, tmp_path):
+    Image.new("RGB", (64, 32)).save(tmp_path / "first.png")
     found = []
     for line in ("", flags):
         (tmp_path / "prompts.txt").write_text(f"a robot --i first.png --w 64 --h 32 --f 9 {line}\n")
         found.append(format_lines(validate_prompts(load_prompts(tmp_path / "prompts.txt"), detect_model(MODEL))))
-    assert found[0] == [] and len(found[1]) == 1 and key in found[1][0], found
+    assert found[0] == [] and len(found[1]) == 1 and reason in found[1][0], found
