@@ -220,7 +220,7 @@ class Cosmos2VideoToWorld(Cosmos2TextToImage):
 
 
 class UncheckedContent:
-    """Stands where the pipelines of Cosmos want a guardrail, and checks nothing."""
+    """A stand-in for the guardrail that the pipelines of Cosmos want; it checks nothing."""
 
     def to(self, device: Any) -> None:
         return
