@@ -118,12 +118,7 @@ class PixelBatch:
             num_latents = num_frames if frame_rule is None else frame_rule.count_latent_frames(num_frames)
             frames = (num_latents,) if self.frame_shape else ()
         pixels = None if self.pixels is None else self.pixels.new_zeros(batch_size, 3, *frames, height, width)
-        moments = None
-        if self.moments is not None:
-            latents = self.moments.mean_and_std
-            sides = zip(latents.shape[-2:], (height, width), old_sides, strict=True)
-            shape = [side * new // old for side, new, old in sides]
-            moments = Moments(latents.new_zeros(batch_size, *latents.shape[1:3], *frames, *shape))
+        moments = self._build_dummy_moments(batch_size, frames, (height, width), old_sides)
         black = self.pixels if self.moments is None else self.moments.mean_and_std[:, 0]
         if black is None:
             raise AssertionError("a batch has pixels or moments")
@@ -153,6 +148,16 @@ class PixelBatch:
             sound=None if frame_rule is None else _build_silence(frame_rule, batch_size, num_frames),
             network_multiplier=self.network_multiplier,
         )
+
+    def _build_dummy_moments(
+        self, batch_size: int, frames: tuple[int, ...], sides: tuple[int, int], old_sides: Sequence[int]
+    ) -> Moments | None:
+        """Build zeros for the moments of pictures of these (height, width), where these have some of ``old_sides``."""
+        if self.moments is None:
+            return None
+        latents = self.moments.mean_and_std
+        shape = [side * new // old for side, new, old in zip(latents.shape[-2:], sides, old_sides, strict=True)]
+        return Moments(latents.new_zeros(batch_size, *latents.shape[1:3], *frames, *shape))
 
     def _build_dummy_controls(
         self,

@@ -186,3 +186,11 @@ def test_a_face_is_folded_to_latents_and_back():
     folded = fold_face(pixels)
     assert folded.shape == (2, 3 * 4 * 64, 3, 2, 2) and folded.dtype == torch.uint8
     torch.testing.assert_close(unfold_face(folded.float()), pixels)
+
+
+def test_a_model_whose_weights_are_partitioned_can_be_printed_as_deepspeed_does():
+    family = build_family()
+    denoiser = family.load(MODEL, torch.float32).transformer
+    for weight in denoiser.parameters():
+        weight.data = torch.empty(0)
+    assert "WanAnimateTransformer3DModel()" in repr(torch.nn.Sequential(denoiser))
