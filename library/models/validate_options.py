@@ -342,10 +342,7 @@ def _validate_prompt(prompt: Prompt, model: DetectedModel) -> Iterator[Problem]:
                 yield prompt.report(key, f"{side} is not a multiple of {step} ({title})", f"use {sizes}")
     elif prompt.flow_shift is not None:
         yield prompt.report("flow_shift", f"for flow-matching models only, not for {title}", "leave it out")
-    if prompt.num_inference_steps == 1 and (get_config_reader(model)(SCHEDULER) or {}).get("shift_terminal"):
-        # The schedule is stretched by its last noise level, which with one step is the first: 0 / 0.
-        text = f"the noise levels of {title} end above 0, which needs at least 2 steps"
-        yield prompt.report("sample_steps", text, "use 2 or more")
+    yield from _validate_noise_levels(prompt, model)
     yield from _validate_frames(prompt, model)
     guidances = {prompt.cfg_scale, prompt.embedded_guidance} - {None}
     if facts.sampling.is_guidance_embedded and len(guidances) > 1:
@@ -353,6 +350,18 @@ def _validate_prompt(prompt: Prompt, model: DetectedModel) -> Iterator[Problem]:
         yield prompt.report("guidance_scale", f"{text} ({prompt.cfg_scale:g}) both set", "give one of them")
     if prompt.embedded_guidance is not None and not model.has_guidance_embeds:
         yield prompt.report("guidance_scale", f"{title} has no guidance embedding", "use --l")
+
+
+def _validate_noise_levels(prompt: Prompt, model: DetectedModel) -> Iterator[Problem]:
+    """Check that the noise levels of the scheduler can be shifted, and are enough, as the prompt wants."""
+    scheduler, title = get_config_reader(model)(SCHEDULER) or {}, get_family_facts(model.family).title
+    has_levels_of_its_own = model.prediction_type == "flow" and scheduler.get("use_karras_sigmas")
+    if has_levels_of_its_own and prompt.flow_shift is not None:
+        yield prompt.report("flow_shift", f"the noise levels of {title} have no shift", "leave it out")
+    # The schedule is stretched by its last noise level, which with one step is the first: 0 / 0.
+    if prompt.num_inference_steps == 1 and (scheduler.get("shift_terminal") or has_levels_of_its_own):
+        text = f"the noise levels of {title} end above 0, which needs at least 2 steps"
+        yield prompt.report("sample_steps", text, "use 2 or more")
 
 
 def _validate_frames(prompt: Prompt, model: DetectedModel) -> Iterator[Problem]:

@@ -69,6 +69,7 @@ SMALLER_MODELS: Mapping[str, int] = {
     **{"wan": 1_418_996_800, "wan_vace": 2_153_972_032},
     **dict.fromkeys(("kandinsky5_video", "kandinsky5_i2v"), 2_007_702_848),
     "kandinsky6_video": 3_176_632_424,
+    **{"cosmos2_text2image": 1_956_405_248, "cosmos2_video2world": 1_956_413_440},
 }
 """The parameters of presets that are not the largest model of their family."""
 

@@ -98,4 +98,5 @@ def test_the_denoiser_gets_clips_as_from_the_diffusers_pipeline_and_latents_are_
     final = pipe(**options, latents=tiny.pack_latents(latents), output_type="latent").frames
     decoded = family.decode_latents(pipe, tiny.unpack_latents(final)).transpose(1, 2)[:, tiny.dropped_frames :]
     assert decoded.shape[1] == frames - tiny.dropped_frames
-    torch.testing.assert_close((decoded / 2 + 0.5).clamp(0, 1), theirs, rtol=1e-5, atol=2e-4)
+    tolerance = max(2e-4, tiny.decoding_tolerance)
+    torch.testing.assert_close((decoded / 2 + 0.5).clamp(0, 1), theirs, rtol=1e-5, atol=tolerance)

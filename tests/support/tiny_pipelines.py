@@ -19,6 +19,7 @@ import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.modular_pipelines.anima.encoders import encode_vae_image
 from diffusers.modular_pipelines.minimax_h3 import before_denoise
+from diffusers.pipelines.cosmos import pipeline_cosmos2_video2world
 from diffusers.pipelines.flux import pipeline_flux_fill
 from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video, pipeline_hunyuan_video_image2video
 from diffusers.pipelines.joyimage import image_processor as joyimage_processor
@@ -550,6 +551,8 @@ def shrink_references(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     for module in INPAINTING_PIPELINES:  # which draw a sample of the latents that the mask leaves
         monkeypatch.setattr(module, "retrieve_latents", lambda encoded, **_: encoded.latent_dist.mode())
+    # Which draws a sample of the latents of the given frame.
+    monkeypatch.setattr(pipeline_cosmos2_video2world, "retrieve_latents", lambda encoded, _: encoded.latent_dist.mode())
     others = pipeline_wan_vace, pipeline_skyreels_v2, pipeline_skyreels_v2_i2v, pipeline_prx, pipeline_prx_pixel
     for module in (pipeline_wan, pipeline_wan_i2v, pipeline_wan_animate, *others):
         monkeypatch.setattr(module, "ftfy", SimpleNamespace(fix_text=lambda text: text), raising=False)
@@ -1112,6 +1115,82 @@ def anima() -> TinyCase:
         lambda latents: latents.squeeze(2),
         blocks=("Attention", "FeedForward"),
     )
+
+
+COSMOS_LEVEL = 80.0
+"""The highest noise level of Cosmos Predict2, with which its pipelines begin."""
+
+
+def _convert_cosmos_case(tiny: TinyCase, num_given: int = 0) -> TinyCase:
+    """The pipeline has noise levels that are added to a clip, and gives its scheduler the noise of such a clip.
+
+    What the denoiser predicts is in there beside the latents, of which it is 1/81.
+    """
+    share = COSMOS_LEVEL / (1 + COSMOS_LEVEL)
+
+    def pack(latents: Tensor) -> Tensor:
+        return (latents if latents.ndim == 5 else latents.unsqueeze(2)) / share
+
+    def find_velocity(noise: Tensor) -> Tensor:
+        packed = pack(tiny.batch.latents[: len(noise)])
+        return (1 + COSMOS_LEVEL) * (noise - share * packed)[:, :, num_given:]
+
+    def pack_prediction(prediction: Tensor) -> Tensor:
+        return (prediction if prediction.ndim == 5 else prediction.unsqueeze(2))[:, :, num_given:]
+
+    return replace(
+        tiny,
+        pack_latents=pack,
+        pack_prediction=pack_prediction,
+        select_prediction=find_velocity,
+        convert_timesteps=lambda timesteps: 1000 * (timesteps / 1000) / (1 + timesteps / 1000),
+        compares_arguments=False,  # latents are multiplied by the level and divided by it again
+        tolerances={"rtol": 1e-3, "atol": 1e-3},
+        decoding_tolerance=1.05 / 255,  # of pixels that are cut to whole numbers for the guardrail
+    )
+
+
+def cosmos2_text2image() -> TinyCase:
+    source = "random:cosmos2_text2image:tiny"
+    tiny = wan("wan")
+    frame = replace(tiny.batch, latents=tiny.batch.latents.squeeze(2))
+    encode = tiny.encode
+    return _convert_cosmos_case(
+        replace(
+            tiny,
+            family="cosmos2_text2image",
+            source=source,
+            pipe=_load(source),
+            batch=frame,
+            call={"prompt_embeds": tiny.call["prompt_embeds"]},
+            sizes={},
+            texts={},
+            encode=lambda *arguments: encode(*arguments).squeeze(2),
+            encode_clips=None,
+            unpack_latents=lambda latents: latents.squeeze(2),
+            blocks=("CosmosTransformerBlock",),
+            untrained=r"norm[123]\.linear_[12]$",
+        )
+    )
+
+
+def cosmos2_video2world() -> TinyCase:
+    """A clip of two latent frames, of which the first is given, in the place of noise."""
+    source = "random:cosmos2_video2world:tiny"
+    tiny = wan("wan")
+    rate = {"fps": None}  # diffusers' default scales positions in time, which those of the authors' models are not
+    tiny = replace(
+        tiny,
+        family="cosmos2_video2world",
+        source=source,
+        pipe=_load(source),
+        call={**tiny.call, **rate},
+        sizes={**tiny.sizes, **rate},
+        texts={**tiny.texts, **rate},
+        blocks=("CosmosTransformerBlock",),
+        untrained=r"norm[123]\.linear_[12]$",
+    )
+    return _convert_cosmos_case(_add_frame_images(tiny, "image", num_frames=5), num_given=1)
 
 
 def _build_frame_encoder(
@@ -2324,6 +2403,8 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "mochi": mochi,
     "kandinsky5_video": kandinsky5_video,
     "kandinsky5_i2v": kandinsky5_i2v,
+    "cosmos2_video2world": cosmos2_video2world,
+    "cosmos2_text2image": cosmos2_text2image,
     "kandinsky6_video": kandinsky6_video,
     "kandinsky6_video_from_image": kandinsky6_video_from_image,
     "sana_video": sana_video,

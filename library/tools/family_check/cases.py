@@ -85,6 +85,8 @@ class TinyCase:
     """Whether the arguments of a denoiser call are compared; else only its result, which padding does not change."""
     tolerances: dict[str, float] = field(default_factory=dict)
     """Tolerances of the prediction, where the family gives the denoiser the same numbers in another shape."""
+    decoding_tolerance: float = 5e-5
+    """The tolerance of decoded pixels in 0..1, which is larger where the pipeline rounds them to whole numbers."""
     controls: tuple[Image, ...] = ()
     """The control images that the text encoder reads with each prompt."""
     has_control_clips: bool = False

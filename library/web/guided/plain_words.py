@@ -67,6 +67,8 @@ FAMILY_SENTENCES: Mapping[str, str] = {
     "framepack": "Long videos that go on from a first picture, part by part; trained on clips only, not on pictures.",
     "kandinsky5_i2v": "Videos that go on from a first picture, which is given; small or very large.",
     "kandinsky6_video": "Videos with sound, which it can learn as well; small or very large.",
+    "cosmos2_text2image": "Pictures of places and things as cameras see them; small or large.",
+    "cosmos2_video2world": "Videos that go on from a first picture, as cameras of robots and cars see; small or large.",
     "ltx_video": "Quick, short videos on small cards.",
     "ltx2": "Videos with sound, of which it learns the pictures; very large, so cards from 32 GB.",
     "minimax_h3": "Videos with sound, of which it learns the pictures; one of the largest, so cards from 48 GB.",

@@ -196,6 +196,9 @@ def test_the_implementation_is_the_one_that_sd_scripts_names():
         **dict.fromkeys(("cogvideox", "cogvideox15"), "https://github.com/THUDM/CogVideo"),
         "mochi": "https://github.com/genmoai/mochi",
         **dict.fromkeys(("kandinsky5_video", "kandinsky5_i2v"), "https://github.com/kandinskylab/kandinsky-5"),
+        **dict.fromkeys(
+            ("cosmos2_text2image", "cosmos2_video2world"), "https://github.com/nvidia-cosmos/cosmos-predict2"
+        ),
         "kandinsky6_video": "https://github.com/kandinskylab/kandinsky-6",
         "sana_video": "https://github.com/NVlabs/Sana",
         "minimax_h3": "https://huggingface.co/MiniMaxAI/MiniMax-H3",

@@ -22,7 +22,7 @@ FOLDERS_ONLY = (
     "glm_image",
     *("cogvideox", "cogvideox15", "mochi", "kandinsky5_video", "sana_video", "skyreels_v2_i2v", "bria", "bria_fibo"),
     *("bria_fibo2", "kandinsky5_i2v", "kandinsky6_video"),
-    "minimax_h3",
+    *("minimax_h3", "cosmos2_text2image", "cosmos2_video2world"),
 )
 NAMES = [name for name in FAMILY_FACTS if name not in (*FOLDERS_ONLY, *model_layouts.EXPERTS)]
 

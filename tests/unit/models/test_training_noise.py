@@ -69,7 +69,8 @@ def test_facts_name_timestep_samplings_and_trainers_that_exist(name):
 @pytest.mark.parametrize("name", FLOW_FAMILIES)
 def test_no_family_is_trained_with_almost_no_samples_below_half_the_noise_at_1024_pixels(name):
     ours = next(iter_rows(name, FAMILY_FACTS[name]))
-    assert ours.shares[0][1] >= (0.12 if name.startswith("flux2") else 0.115)
+    least = {"cosmos2_video2world": 0.05}  # whose authors publish a trainer of LoRA with these noise levels
+    assert ours.shares[0][1] >= (0.12 if name.startswith("flux2") else least.get(name, 0.115))
 
 
 def test_the_table_of_noise_levels_in_the_documents_is_current():
