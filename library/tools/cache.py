@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from ..config import ParsedConfig
 from ..config.schema import AdapterConfig, ModelConfig
 from ..config.schema_data import CacheConfig
 from ..config.schema_optim import OptimConfig
@@ -31,7 +32,7 @@ def run_cache(argv: Sequence[str]) -> tuple[str, int]:
         return _format_help(), 0
     command, *training_argv = argv
     check_cache_command(command, COMMANDS)
-    loaded = load_settings([word for word in training_argv if word != CONFIRM_FLAG])
+    loaded = load_cached_run([word for word in training_argv if word != CONFIRM_FLAG])
     config = replace(loaded.config, cache=_enable_disk_cache(loaded.config.cache))
     if config.cache.caches_text_outputs and not _caches_only_t5(
         config.model, config.adapter, config.optim
@@ -56,6 +57,15 @@ def run_cache(argv: Sequence[str]) -> tuple[str, int]:
     with maintenance.open_run_caches(config) as caches:
         text, code = commands[command](caches)
         return (text if caches.comm.is_main else ""), code
+
+
+def load_cached_run(argv: Sequence[str]) -> ParsedConfig:
+    """Load the settings of a run that caches latents unless captions alone are cached, so that their options count."""
+    loaded = load_settings(argv)
+    cache = loaded.config.cache
+    if cache.caches_latents or cache.caches_text_outputs:
+        return loaded
+    return load_settings(["--cache_latents_to_disk", *argv])
 
 
 def _enable_disk_cache(cache: CacheConfig) -> CacheConfig:

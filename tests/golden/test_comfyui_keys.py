@@ -23,6 +23,7 @@ from library.models.collect_component_keys import build_component_keys
 from library.models.families import FAMILIES, FAMILY_FACTS
 
 KNOWN = json.loads((Path(__file__).resolve().parents[1] / "data" / "comfyui_keys.json").read_text())
+KNOWN["cosmos2_text2image"] = KNOWN["anima"]  # its class is that of Cosmos Predict2 with more for the texts
 VIDEO_MODELS = {"wan"}
 """The models of videos whose names are in the table."""
 NOT_IN_COMFYUI = {

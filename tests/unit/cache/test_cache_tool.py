@@ -276,3 +276,13 @@ def test_several_processes_build_together_and_one_prints(tmp_path):
     results = run_on_ranks(2, built, write_dataset_file(tmp_path), str(tmp_path / "cache"))
     assert results == [[("latents: 6 of 6 cached", 0)], [("", 0)]]
     assert len(CacheStore([tmp_path / "cache" / "latents"]).get_index_files()) == 2
+
+
+def test_options_of_cached_latents_count_without_the_option_that_caches_them_in_training(tmp_path):
+    from library.tools.cache import load_cached_run
+
+    words = ["--dataset_config", write_dataset_file(tmp_path), "--cache_precision", "fp16"]
+    loaded = load_cached_run(words)
+    assert loaded.config.cache.cache_precision == "fp16" and not loaded.unused
+    captions = load_cached_run([*words, "--cache_text_encoder_outputs"])
+    assert [str(place) for place, _ in captions.unused] == ["--cache_precision"]
