@@ -70,6 +70,7 @@ def test_the_denoiser_gets_reference_images_as_from_the_diffusers_pipeline(name,
     torch.testing.assert_close(record.outputs[-1], record.outputs[0], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("has_clip", [True, False])
 @pytest.mark.parametrize("name", FAMILIES_WITH_REFERENCES)

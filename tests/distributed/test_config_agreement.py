@@ -120,6 +120,7 @@ def hang_in_test_all_reduce(data: list[str], folder: str) -> tuple[int, str]:
     os._exit(main([*data, "--output_dir", folder]))
 
 
+@pytest.mark.slow
 def test_a_hanging_test_all_reduce_is_aborted_with_suggestions_reported_once(data, tmp_path):
     start = time.monotonic()
     ends = run_on_ranks(2, hang_in_test_all_reduce, data, str(tmp_path))

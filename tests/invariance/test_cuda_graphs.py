@@ -58,7 +58,6 @@ def compare_with_graphs(model, options, max_graphs, expected_counts, world_size=
 ACCUMULATED = ("--gradient_accumulation_steps", "2", "--min_snr_gamma", "5")
 
 
-@pytest.mark.quick
 def test_a_step_of_replays_is_equal_to_the_bit():
     compare_with_graphs("random:sdxl:tiny", ACCUMULATED, 8, (2, 8, 0))
 

@@ -52,7 +52,7 @@ def rename_ema_as_in_version_0_1(path: Path) -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("step", "is_old"), [(3, True), (9, False)])
+@pytest.mark.parametrize(("step", "is_old"), [pytest.param(3, True, marks=pytest.mark.slow), (9, False)])
 def test_resume_gives_equal_weights_ema_and_metrics(uninterrupted_run, dataset, tmp_path, step, is_old):
     folder = copy_as_killed(uninterrupted_run, tmp_path / "cut", step)
     if is_old:

@@ -88,7 +88,8 @@ def build_search(flags, memory=2**40, batch=None, num_devices=1):
     return finder, GridSearch(finder, MetaRuns(model, batch or BATCH), Devices(num_devices, memory))
 
 
-@pytest.mark.parametrize("flags", [FLUX, pytest.param(SDXL, marks=pytest.mark.slow)], ids=["flux", "sdxl"])
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [FLUX, SDXL], ids=["flux", "sdxl"])
 def test_no_combination_of_a_model_is_better_than_the_advised_one(flags):
     _, search = build_search(flags, batch=LARGE_BATCH)
     totals = sorted(each.total for each in search.candidates)

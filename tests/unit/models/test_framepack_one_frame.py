@@ -151,6 +151,7 @@ def test_alpha_hides_parts_of_a_control_image():
     assert torch.equal(part[..., -1], whole[..., -1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS[:1] + SETTINGS[-1:])
 def test_the_transformer_gets_in_a_preview_what_it_gets_in_training(settings, tmp_path):
     family, pipe = load_case("default")
@@ -176,6 +177,7 @@ def test_the_transformer_gets_in_a_preview_what_it_gets_in_training(settings, tm
         assert torch.equal(sampled[name], ours[name]), name
 
 
+@pytest.mark.slow
 def test_siglip_sees_the_image_with_which_a_preview_begins_if_there_is_one(tmp_path):
     family, pipe = load_case("default")
     paths = [tmp_path / "a.png", tmp_path / "b.png"]
