@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ...adapters.original_module_names import KeyStyle
 from ...config.network_args import GENERAL_NETWORK
 from ...dataset.clip_windows import FrameRule
 from ...diffusion.timestep_shift import NO_SHIFT, FixedShift
@@ -21,8 +22,8 @@ from ..facts import DetectionFacts, FamilyMatch, FamilyOptions, PipelineFacts, S
 from ..family_noise_levels import LOGIT_NORMAL, TrainingNoiseFacts
 from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import match_flow_model
+from .anima import ANIMA_KEYS, Anima
 from .anima import FACTS as ANIMA_FACTS
-from .anima import Anima
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -58,6 +59,16 @@ def _match_cosmos2(read: ConfigReader, *, more_channels: int) -> FamilyMatch:
     return replace(match, max_side=max(positions) * match.size_multiple)
 
 
+COSMOS2_KEYS = KeyStyle(
+    "cosmos2",
+    rename=ANIMA_KEYS.rename,
+    is_read_by_diffusers=False,
+    is_comfy_format_in_diffusers=False,
+    has_lokr_in_diffusers=True,
+    unread_in_comfyui=dict.fromkeys(("diffusers", "comfy"), "loads nothing of this layout"),
+)
+"""Names as those of Anima, which diffusers converts for no pipeline of Cosmos."""
+
 FACTS = replace(
     ANIMA_FACTS,
     title="Cosmos Predict2 Text2Image",
@@ -72,6 +83,8 @@ FACTS = replace(
         ANIMA_FACTS.lora,
         # The linear layers of the blocks except the modulation, as in its authors' trainer.
         targets_of="",
+        key_style=COSMOS2_KEYS,
+        format="kohya",
         modelspec_architecture="cosmos-predict2-text2image",
         modelspec_implementation="https://github.com/nvidia-cosmos/cosmos-predict2",
     ),

@@ -19,7 +19,7 @@ QUICK_FAMILIES = ("sdxl", "flux")
 EVERY_KIND_FAMILIES = tuple(
     (
         "sd1 sdxl sd3 flux flux2_klein z_image qwen_image lumina2 krea2 sana anima hunyuan_image qwen_image21 ovis_image "
-        "aura_flow pixart_sigma ideogram4 minimax_h3"
+        "aura_flow pixart_sigma ideogram4 minimax_h3 cosmos2_text2image"
     ).split()
 )
 """Every key style; each other family shares one of these."""
@@ -62,6 +62,7 @@ def test_the_default_file_is_right_in_diffusers_or_the_run_says_what_is_lost(nam
         # No layout of these is for both: ComfyUI has their original names only.
         families = ("lumina2", "ideogram4", "hunyuan_image", "hunyuan_video15", "hunyuan_video15_i2v", "hunyuan_video")
         families += ("mochi", "wan_vace", "hunyuan_video_i2v", "hunyuan_video_33ch_i2v")
+        families += ("cosmos2_text2image", "cosmos2_video2world")
         lost = dict.fromkeys(families, "loads nothing of this layout")
         peft_alone = "does not load LoRA of this transformer, which peft does"
         lost |= dict.fromkeys(("pixart_sigma", "prx", "prx_pixel"), peft_alone)
